@@ -1,0 +1,50 @@
+// Caller: one unary call with its deadline and its attempts. Shared by Client and Session; private
+// to client/. Thread-safe.
+#pragma once
+
+#include <grpcpp/grpcpp.h>
+
+#include <memory>
+
+#include "absl/functional/function_ref.h"
+#include "client/client.h"
+
+namespace ssmd::client {
+
+class Caller {
+ public:
+  using Stub = v1::StateService::StubInterface;
+
+  Caller(std::shared_ptr<grpc::Channel> channel, const Client::Options& options)
+      : channel_(std::move(channel)),
+        stub_(v1::StateService::NewStub(channel_)),
+        options_(options) {}
+
+  template <typename Request, typename Response>
+  absl::StatusOr<Response> Call(
+      Method method, grpc::Status (Stub::*rpc)(grpc::ClientContext*, const Request&, Response*),
+      const Request& request, const CallOptions& call, bool has_request_id = false) const {
+    Response response;
+    absl::Status status =
+        Attempt(RuleOf(method), has_request_id, call, [&](grpc::ClientContext& context) {
+          response.Clear();
+          return (stub_.get()->*rpc)(&context, request, &response);
+        });
+    if (!status.ok()) return status;
+    return response;
+  }
+
+  grpc::Channel& channel() const { return *channel_; }
+  const Client::Options& options() const { return options_; }
+
+ private:
+  // Runs `attempt` until it succeeds, fails for good, or the time or the attempts are used up.
+  absl::Status Attempt(const RetryRule& rule, bool has_request_id, const CallOptions& call,
+                       absl::FunctionRef<grpc::Status(grpc::ClientContext&)> attempt) const;
+
+  const std::shared_ptr<grpc::Channel> channel_;
+  const std::unique_ptr<Stub> stub_;
+  const Client::Options options_;
+};
+
+}  // namespace ssmd::client

@@ -1,0 +1,24 @@
+# Compiler cache, linker, sanitizers, and the one place where warnings are chosen.
+find_program(SSMD_CCACHE ccache)
+if(SSMD_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${SSMD_CCACHE})
+endif()
+find_program(SSMD_MOLD mold)
+if(SSMD_MOLD)
+  add_link_options(-fuse-ld=mold)
+endif()
+
+if(SSMD_SANITIZE)
+  add_compile_options(-fsanitize=${SSMD_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
+  add_link_options(-fsanitize=${SSMD_SANITIZE})
+endif()
+
+# ssmd_target(<target>): include root and warnings, for code that we wrote.
+function(ssmd_target target)
+  target_include_directories(${target} PUBLIC ${PROJECT_SOURCE_DIR})
+  target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor
+                         -Wno-missing-field-initializers)  # designated initialisers rely on defaults
+  if(SSMD_WERROR)
+    target_compile_options(${target} PRIVATE -Werror)
+  endif()
+endfunction()

@@ -1,0 +1,68 @@
+// What one server process is told: flags, their defaults and their checks.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace ssmd {
+
+// Capacity of a model whose registration leaves a field zero.
+struct CapacityDefaults {
+  uint32_t sequences_max = 64;
+  uint32_t snapshots_max = 64;
+  uint32_t spare_pages = 0;  // 0: a quarter of sequences_max, at least 2
+  uint32_t rows_max = 0;     // 0: sequences_max
+  uint32_t steps_max = 64;
+};
+
+struct ServerConfig {
+  std::string listen = "127.0.0.1:50051";         // host:port or unix:path; port 0: any free one
+  std::string metrics_listen = "127.0.0.1:9464";  // host:port; empty: off
+  uint32_t message_bytes_max = 64u << 20;         // largest request or reply
+
+  uint64_t state_bytes_max = uint64_t{1} << 30;  // pools of all models together
+  uint32_t models_max = 16;
+  uint32_t compute_threads = 0;     // 0: one per hardware thread
+  uint32_t verify_workers = 2;      // Verify calls that run at one time
+  uint32_t verify_queue_max = 256;  // Verify calls that wait
+  CapacityDefaults capacity;
+
+  uint32_t sessions_max = 1024;
+  uint32_t lease_ms_default = 30'000;
+  uint32_t lease_ms_min = 1'000;
+  uint32_t lease_ms_max = 600'000;
+  uint32_t step_timeout_ms_max = 60'000;
+  uint32_t sweep_interval_ms = 100;  // how often leases and step deadlines are looked at
+  uint32_t drain_timeout_ms = 5'000;
+
+  bool poison_garbage = false;
+  std::string log_level = "info";
+  std::string log_format = "text";  // text | json
+};
+
+// What the command line asked for: a configuration to run with, or text to print and leave.
+struct CommandLine {
+  bool run = false;
+  ServerConfig config;  // when run
+  int exit_code = 0;    // when not: 0 after --help and --version, 2 after a mistake
+  std::string text;     // when not: for stdout when exit_code is 0, else stderr
+};
+
+CommandLine ParseCommandLine(int argc, const char* const* argv);
+
+// Checks that involve more than one field, for configurations from anywhere.
+absl::Status ValidateConfig(const ServerConfig& config);
+
+// "1GiB", "512M", "65536": an integer and an optional K, M, G or T (also KiB, KB, ...), powers of
+// 1024.
+absl::StatusOr<uint64_t> ParseByteSize(absl::string_view text);
+
+// One line, every setting by its flag name; printed once at startup.
+std::string DescribeConfig(const ServerConfig& config);
+
+const char* ServerVersion();
+
+}  // namespace ssmd

@@ -1,0 +1,85 @@
+#include "service/core.h"
+
+#include <spdlog/spdlog.h>
+
+#include <algorithm>
+#include <thread>
+
+namespace ssmd {
+namespace {
+
+uint32_t ThreadCount(uint32_t configured) {
+  return configured != 0 ? configured : std::max(1u, std::thread::hardware_concurrency());
+}
+
+}  // namespace
+
+ServiceCore::ServiceCore(const ServerConfig& server_config, Clock injected_clock)
+    : config(server_config),
+      clock(std::move(injected_clock)),
+      epoch(RandomId()),
+      started(clock()),
+      executor_(ThreadCount(config.compute_threads)),
+      device(config.state_bytes_max, &executor_),
+      models({.models_max = config.models_max,
+              .defaults = config.capacity,
+              .server_epoch = epoch,
+              .poison_garbage = config.poison_garbage},
+             [this](const BackendSpec& spec) { return device.CreateBackend(spec); }),
+      sessions({.sessions_max = config.sessions_max,
+                .lease_ms_default = config.lease_ms_default,
+                .lease_ms_min = config.lease_ms_min,
+                .lease_ms_max = config.lease_ms_max},
+               clock, [this](OwnerId owner) { return ReleaseOwner(owner); }),
+      metrics(kBackendName),
+      collector(std::make_shared<StoreCollector>(&models, [this] { return ReadGauges(); })),
+      verify_queue(config.verify_workers, config.verify_queue_max) {}
+
+Store::Released ServiceCore::ReleaseOwner(OwnerId owner) {
+  Store::Released total;
+  for (Model* model : models.All()) {
+    const Store::Released released = model->store->ReleaseOwner(owner);
+    total.sequences += released.sequences;
+    total.steps += released.steps;
+  }
+  spdlog::info("session {:#018x} ended: {} sequences released, {} steps aborted",
+               static_cast<uint64_t>(owner), total.sequences, total.steps);
+  return total;
+}
+
+void ServiceCore::Sweep() {
+  const absl::Time now = clock();
+  for (Model* model : models.All()) {
+    const uint32_t expired = model->store->AbortExpired(now);
+    if (expired > 0)
+      spdlog::warn("model {}: {} steps passed their timeout", model->description.name, expired);
+  }
+  const uint32_t sessions_expired = sessions.ExpireLeases();
+  if (sessions_expired > 0) spdlog::warn("{} leases ran out", sessions_expired);
+}
+
+uint32_t ServiceCore::LiveSequences() const {
+  uint32_t sequences = 0;
+  for (const Model* model : models.All()) sequences += model->store->usage().sequences;
+  return sequences;
+}
+
+ServerGauges ServiceCore::ReadGauges() const {
+  return {.sessions = sessions.size(),
+          .sessions_opened = sessions.opened_count(),
+          .lease_expirations = sessions.expired_count(),
+          .verify_queue_depth = verify_queue.depth(),
+          .verify_running = verify_queue.running(),
+          .state_bytes_reserved = device.bytes_used(),
+          .state_bytes_max = device.bytes_max(),
+          .draining = draining.load()};
+}
+
+absl::Status ServiceCore::CheckServing() const {
+  if (!draining.load()) return absl::OkStatus();
+  return WithDetail(ErrorWithReason(absl::StatusCode::kUnavailable, reason::kDraining,
+                                    "the server is stopping: nothing new is accepted"),
+                    detail::kRetryAfterMs, std::to_string(config.drain_timeout_ms));
+}
+
+}  // namespace ssmd

@@ -1,0 +1,56 @@
+// ServiceCore: everything the handlers of one server share, in the order in which it is torn down.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "kernels/cpu/cpu_backend.h"
+#include "kernels/cpu/thread_pool.h"
+#include "service/clock.h"
+#include "service/config.h"
+#include "service/metrics.h"
+#include "service/models.h"
+#include "service/sessions.h"
+#include "service/store_collector.h"
+#include "service/verify_queue.h"
+
+namespace ssmd {
+
+inline constexpr char kBackendName[] = "cpu";
+
+// Thread-safe: every member is, or is immutable. Destroyed after the gRPC server, whose calls use
+// it.
+class ServiceCore {
+ public:
+  ServiceCore(const ServerConfig& server_config, Clock injected_clock);
+
+  // Aborts the owner's steps and releases its sequences in every model.
+  Store::Released ReleaseOwner(OwnerId owner);
+  // Ends sessions and steps whose time is over.
+  void Sweep();
+  uint32_t LiveSequences() const;
+  ServerGauges ReadGauges() const;
+  // UNAVAILABLE + DRAINING while the server is stopping.
+  absl::Status CheckServing() const;
+
+  const ServerConfig config;
+  const Clock clock;
+  const uint64_t epoch;  // random: names this life of the server
+  const absl::Time started;
+  std::atomic<bool> draining{false};
+
+ private:
+  cpu::ThreadPool executor_;
+
+ public:
+  cpu::CpuDevice device;
+  ModelTable models;
+  SessionTable sessions;
+  Metrics metrics;
+  std::shared_ptr<StoreCollector> collector;  // scraped through a weak pointer
+  VerifyQueue verify_queue;                   // last: its tasks use all of the above
+};
+
+}  // namespace ssmd

@@ -1,0 +1,292 @@
+#include "service/handlers.h"
+
+#include <spdlog/spdlog.h>
+
+#include "absl/strings/str_cat.h"
+
+namespace ssmd::handlers {
+namespace {
+
+SequenceVersion Named(uint64_t sequence_id, uint64_t version) {
+  return {.id = SequenceId{sequence_id}, .version = version};
+}
+
+template <typename Response>
+void FillNewSequences(const NewSequences& created, Response& response) {
+  for (const SequenceId id : created.ids) response.add_sequence_ids(static_cast<uint64_t>(id));
+  response.set_version(created.version);
+  response.set_position(created.position);
+}
+
+}  // namespace
+
+absl::Status RegisterModel(ServiceCore& core, const v1::RegisterModelRequest& request,
+                           v1::RegisterModelResponse& response) {
+  SSMD_RETURN_IF_ERROR(core.CheckServing());
+  SSMD_ASSIGN_OR_RETURN(const ModelDescription description, ParseModelSpec(request.spec()));
+  SSMD_ASSIGN_OR_RETURN(const ModelTable::Registered registered,
+                        core.models.Register(description, ParseCapacity(request.capacity())));
+  const Model& model = *registered.model;
+  if (registered.created) {
+    spdlog::info("model {} registered: id {:#018x}, {} layers, {} bytes reserved",
+                 model.description.name, model.id, model.layer_index.size(), model.reserved_bytes);
+  }
+  response.set_model_id(model.id);
+  response.set_created(registered.created);
+  ToProto(model.store->capacity(), *response.mutable_capacity());
+  ToProto(model, *response.mutable_footprint());
+  return absl::OkStatus();
+}
+
+absl::Status GetCapabilities(ServiceCore& core, const v1::GetCapabilitiesRequest& request,
+                             v1::GetCapabilitiesResponse& response) {
+  const ServerConfig& config = core.config;
+  response.set_server_version(ServerVersion());
+  response.set_backend(kBackendName);
+  response.set_message_bytes_max(config.message_bytes_max);
+  response.set_state_bytes_max(core.device.bytes_max());
+  response.set_state_bytes_used(core.device.bytes_used());
+  response.set_models_max(config.models_max);
+  response.set_sessions_max(config.sessions_max);
+  response.set_lease_ms_min(config.lease_ms_min);
+  response.set_lease_ms_max(config.lease_ms_max);
+  response.set_step_timeout_ms_max(config.step_timeout_ms_max);
+  response.set_verify_queue_max(config.verify_queue_max);
+  if (request.model_id() == 0) return absl::OkStatus();
+  SSMD_ASSIGN_OR_RETURN(const Model* model, core.models.Find(request.model_id()));
+  ToProto(model->description, *response.mutable_spec());
+  ToProto(model->store->capacity(), *response.mutable_capacity());
+  ToProto(*model, *response.mutable_footprint());
+  return absl::OkStatus();
+}
+
+absl::Status OpenSession(ServiceCore& core, const v1::OpenSessionRequest& request,
+                         v1::OpenSessionResponse& response) {
+  SSMD_RETURN_IF_ERROR(core.CheckServing());
+  SSMD_RETURN_IF_ERROR(CheckClientName(request.client_name()));
+  SSMD_ASSIGN_OR_RETURN(const SessionTable::Opened opened,
+                        core.sessions.Open(request.lease_ms(), request.client_name()));
+  spdlog::info("session {:#018x} opened by '{}', lease {} ms", static_cast<uint64_t>(opened.id),
+               request.client_name(), opened.lease_ms);
+  response.set_session_id(static_cast<uint64_t>(opened.id));
+  response.set_lease_ms(opened.lease_ms);
+  return absl::OkStatus();
+}
+
+absl::Status GetStatus(ServiceCore& core, const v1::GetStatusRequest&,
+                       v1::GetStatusResponse& response) {
+  response.set_server_version(ServerVersion());
+  response.set_backend(kBackendName);
+  response.set_uptime_ms(
+      static_cast<uint64_t>(absl::ToInt64Milliseconds(core.clock() - core.started)));
+  response.set_sessions(core.sessions.size());
+  response.set_draining(core.draining.load());
+  response.set_state_bytes_used(core.device.bytes_used());
+  response.set_state_bytes_max(core.device.bytes_max());
+  for (const Model* model : core.models.All()) {
+    const StoreUsage usage = model->store->usage();
+    const StoreCounters counters = model->store->counters();
+    v1::ModelStatus& status = *response.add_models();
+    status.set_model_id(model->id);
+    status.set_name(model->description.name);
+    ToProto(model->store->capacity(), *status.mutable_capacity());
+    ToProto(*model, *status.mutable_footprint());
+    status.set_sequences(usage.sequences);
+    status.set_snapshots(usage.snapshots);
+    status.set_open_steps(usage.open_steps);
+    status.set_pages_total(usage.pages.total);
+    status.set_pages_free(usage.pages.free);
+    status.set_steps_committed(counters.steps_committed);
+    status.set_steps_aborted(counters.steps_aborted);
+    status.set_tokens_accepted(counters.tokens_accepted);
+    status.set_flushes(counters.flushes_fused);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status KeepAlive(ServiceCore&, Session& session, const v1::KeepAliveRequest&,
+                       v1::KeepAliveResponse& response) {
+  response.set_lease_ms(session.lease_ms());
+  return absl::OkStatus();
+}
+
+absl::Status CreateSequences(ServiceCore& core, Session& session,
+                             const v1::CreateSequencesRequest& request,
+                             v1::CreateSequencesResponse& response) {
+  SSMD_RETURN_IF_ERROR(core.CheckServing());
+  SSMD_ASSIGN_OR_RETURN(const Model* model, core.models.Find(request.model_id()));
+  std::optional<SnapshotKey> snapshot;
+  if (request.has_from_snapshot()) {
+    SSMD_ASSIGN_OR_RETURN(snapshot, ParseSnapshotKey("from_snapshot", request.from_snapshot()));
+  }
+  const std::string arguments =
+      absl::StrCat("create ", request.model_id(), " ", request.count(), " ",
+                   snapshot ? absl::StrCat(snapshot->position, " ", snapshot->digest) : "empty");
+  const auto create = [&] {
+    return snapshot ? model->store->CreateFromSnapshot(session.id(), *snapshot, request.count())
+                    : model->store->CreateSequences(session.id(), request.count());
+  };
+  SSMD_ASSIGN_OR_RETURN(const NewSequences created,
+                        session.Once(request.request_id(), arguments, create));
+  FillNewSequences(created, response);
+  return absl::OkStatus();
+}
+
+absl::Status ForkSequences(ServiceCore& core, Session& session,
+                           const v1::ForkSequencesRequest& request,
+                           v1::ForkSequencesResponse& response) {
+  SSMD_RETURN_IF_ERROR(core.CheckServing());
+  SSMD_ASSIGN_OR_RETURN(const Model* model, core.models.Find(request.model_id()));
+  std::optional<uint64_t> position;
+  if (request.has_position()) position = request.position();
+  const std::string arguments =
+      absl::StrCat("fork ", request.model_id(), " ", request.sequence_id(), " ", request.version(),
+                   " ", request.count(), " ", position ? absl::StrCat(*position) : "tail");
+  const auto fork = [&] {
+    return model->store->Fork(session.id(), Named(request.sequence_id(), request.version()),
+                              request.count(), position);
+  };
+  SSMD_ASSIGN_OR_RETURN(const NewSequences created,
+                        session.Once(request.request_id(), arguments, fork));
+  FillNewSequences(created, response);
+  return absl::OkStatus();
+}
+
+absl::Status ReleaseSequences(ServiceCore& core, Session& session,
+                              const v1::ReleaseSequencesRequest& request,
+                              v1::ReleaseSequencesResponse&) {
+  SSMD_ASSIGN_OR_RETURN(const Model* model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(
+      const std::vector<SequenceId> ids,
+      ParseSequenceIds(request.sequence_ids(), model->store->capacity().sequences_max));
+  return model->store->Release(session.id(), ids);
+}
+
+absl::Status GetSequences(ServiceCore& core, Session& session,
+                          const v1::GetSequencesRequest& request,
+                          v1::GetSequencesResponse& response) {
+  SSMD_ASSIGN_OR_RETURN(const Model* model, core.models.Find(request.model_id()));
+  std::vector<SequenceState> states;
+  if (request.sequence_ids().empty()) {
+    states = model->store->GetAll(session.id());
+  } else {
+    SSMD_ASSIGN_OR_RETURN(
+        const std::vector<SequenceId> ids,
+        ParseSequenceIds(request.sequence_ids(), model->store->capacity().sequences_max));
+    for (const SequenceId id : ids) {
+      SSMD_ASSIGN_OR_RETURN(const SequenceState state, model->store->Get(session.id(), id));
+      states.push_back(state);
+    }
+  }
+  for (const SequenceState& state : states) ToProto(state, *response.add_sequences());
+  return absl::OkStatus();
+}
+
+absl::Status BeginStep(ServiceCore& core, Session& session, const v1::BeginStepRequest& request,
+                       v1::BeginStepResponse& response) {
+  SSMD_ASSIGN_OR_RETURN(const Model* model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(
+      ParsedStep parsed,
+      ParseBeginStep(request, {.rows_max = model->store->capacity().rows_max,
+                               .draft_tokens_max = model->store->geometry().draft_tokens_max,
+                               .step_timeout_ms_max = core.config.step_timeout_ms_max}));
+  parsed.request.deadline = core.clock() + absl::Milliseconds(parsed.step_timeout_ms);
+  SSMD_ASSIGN_OR_RETURN(const OpenStep step, model->store->BeginStep(session.id(), parsed.request));
+  response.set_step_id(static_cast<uint64_t>(step.id));
+  for (const uint64_t position : step.positions) response.add_positions(position);
+  response.set_flushing_rows(step.folds);
+  return absl::OkStatus();
+}
+
+absl::Status Commit(ServiceCore& core, Session& session, const v1::CommitRequest& request,
+                    v1::CommitResponse& response) {
+  SSMD_ASSIGN_OR_RETURN(const Model* model, core.models.Find(request.model_id()));
+  const absl::Span<const uint32_t> accepted(request.accepted().data(), request.accepted_size());
+  SSMD_ASSIGN_OR_RETURN(const CommitResult result,
+                        model->store->Commit(session.id(), StepId{request.step_id()}, accepted));
+  for (const uint64_t version : result.versions) response.add_versions(version);
+  for (const uint64_t position : result.positions) response.add_positions(position);
+  return absl::OkStatus();
+}
+
+absl::Status AbortStep(ServiceCore& core, Session& session, const v1::AbortStepRequest& request,
+                       v1::AbortStepResponse&) {
+  SSMD_ASSIGN_OR_RETURN(const Model* model, core.models.Find(request.model_id()));
+  return model->store->Abort(session.id(), StepId{request.step_id()});
+}
+
+absl::Status Rollback(ServiceCore& core, Session& session, const v1::RollbackRequest& request,
+                      v1::RollbackResponse& response) {
+  SSMD_ASSIGN_OR_RETURN(const Model* model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(
+      const SequenceState state,
+      model->store->Rollback(session.id(), Named(request.sequence_id(), request.version()),
+                             request.position()));
+  response.set_version(state.version);
+  response.set_position(state.position);
+  return absl::OkStatus();
+}
+
+absl::Status CreateSnapshot(ServiceCore& core, Session& session,
+                            const v1::CreateSnapshotRequest& request,
+                            v1::CreateSnapshotResponse& response) {
+  SSMD_ASSIGN_OR_RETURN(const Model* model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const SnapshotKey key, ParseSnapshotKey("key", request.key()));
+  SSMD_ASSIGN_OR_RETURN(
+      const bool created,
+      model->store->CreateSnapshot(session.id(), Named(request.sequence_id(), request.version()),
+                                   key, request.overwrite()));
+  response.set_created(created);
+  return absl::OkStatus();
+}
+
+absl::Status DeleteSnapshot(ServiceCore& core, Session&, const v1::DeleteSnapshotRequest& request,
+                            v1::DeleteSnapshotResponse&) {
+  SSMD_ASSIGN_OR_RETURN(const Model* model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const SnapshotKey key, ParseSnapshotKey("key", request.key()));
+  return model->store->DeleteSnapshot(key);
+}
+
+absl::StatusOr<PreparedVerify> PrepareVerify(ServiceCore& core, Session& session,
+                                             const v1::VerifyRequest& request) {
+  PreparedVerify prepared;
+  SSMD_ASSIGN_OR_RETURN(prepared.model, core.models.Find(request.model_id()));
+  const Store& store = *prepared.model->store;
+  const auto layer = prepared.model->layer_index.find(request.layer_id());
+  if (layer == prepared.model->layer_index.end()) {
+    return InvalidField(
+        "layer_id", absl::StrCat("layer_id: expected a layer of model ",
+                                 prepared.model->description.name, ", got ", request.layer_id()));
+  }
+  const StepId step{request.step_id()};
+  SSMD_ASSIGN_OR_RETURN(const uint64_t token_count, store.StepTokenCount(session.id(), step));
+  prepared.layer_id = request.layer_id();
+  prepared.expected = {.shape = store.geometry().layers[layer->second],
+                       .formats = store.geometry().formats,
+                       .token_count = token_count,
+                       .message_bytes_max = core.config.message_bytes_max};
+  SSMD_ASSIGN_OR_RETURN(prepared.tensors, ParseVerifyTensors(request, prepared.expected));
+  prepared.request = {.step = step,
+                      .layer = layer->second,
+                      .token_count = token_count,
+                      .inputs = prepared.tensors.inputs};
+  return prepared;
+}
+
+absl::Status RunVerify(PreparedVerify& prepared, OwnerId owner, v1::VerifyResponse& response) {
+  SetOutput(prepared.expected, *response.mutable_output());
+  prepared.request.output = response.mutable_output()->mutable_data()->data();
+  const auto verified = prepared.model->store->Verify(owner, prepared.request);
+  if (verified.ok()) {
+    response.set_committed(verified->has_value());
+    return absl::OkStatus();
+  }
+  // The store counts layers; the caller knows them by the ids it registered.
+  absl::Status named(verified.status().code(), absl::StrCat("layer_id ", prepared.layer_id, ": ",
+                                                            verified.status().message()));
+  verified.status().ForEachPayload(
+      [&](absl::string_view key, const absl::Cord& value) { named.SetPayload(key, value); });
+  return named;
+}
+
+}  // namespace ssmd::handlers

@@ -1,0 +1,99 @@
+#include "service/metrics.h"
+
+#include <prometheus/counter.h>
+#include <prometheus/exposer.h>
+#include <prometheus/family.h>
+#include <prometheus/gauge.h>
+#include <prometheus/histogram.h>
+
+#include <exception>
+
+#include "absl/strings/str_cat.h"
+#include "service/config.h"
+#include "service/status_map.h"
+
+namespace ssmd {
+namespace {
+
+constexpr const char* kMethodNames[] = {
+    "RegisterModel",   "GetCapabilities", "OpenSession",      "KeepAlive",    "CloseSession",
+    "CreateSequences", "ForkSequences",   "ReleaseSequences", "GetSequences", "BeginStep",
+    "Verify",          "Commit",          "AbortStep",        "Rollback",     "CreateSnapshot",
+    "DeleteSnapshot",  "GetStatus"};
+static_assert(std::size(kMethodNames) == kMethodCount);
+
+// 20 us (a control call on loopback) to 10 s (a large Verify on a loaded CPU), about 1-2-5.
+const prometheus::Histogram::BucketBoundaries kSeconds = {
+    20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3,
+    20e-3, 50e-3, 100e-3, 200e-3, 500e-3, 1.0,  2.0,  5.0,  10.0};
+
+}  // namespace
+
+const char* MethodName(Method method) { return kMethodNames[static_cast<size_t>(method)]; }
+
+Metrics::Metrics(const std::string& backend) : registry_(std::make_shared<prometheus::Registry>()) {
+  prometheus::BuildGauge()
+      .Name("ssmd_build_info")
+      .Help("Always 1; what is running is in the labels")
+      .Register(*registry_)
+      .Add({{"version", ServerVersion()}, {"backend", backend}})
+      .Set(1);
+  rpcs_ = &prometheus::BuildCounter()
+               .Name("ssmd_rpcs_total")
+               .Help("RPCs answered by a handler, by method and status code")
+               .Register(*registry_);
+  cancelled_ = &prometheus::BuildCounter()
+                    .Name("ssmd_rpcs_cancelled_total")
+                    .Help("Calls whose client or deadline did not wait for the answer")
+                    .Register(*registry_)
+                    .Add({});
+  auto& rpc_seconds = prometheus::BuildHistogram()
+                          .Name("ssmd_rpc_duration_seconds")
+                          .Help("From the request being parsed to its reply being handed to gRPC")
+                          .Register(*registry_);
+  for (size_t method = 0; method < kMethodCount; ++method)
+    rpc_seconds_[method] = &rpc_seconds.Add({{"method", kMethodNames[method]}}, kSeconds);
+  auto& phases = prometheus::BuildHistogram()
+                     .Name("ssmd_verify_phase_seconds")
+                     .Help("Time of a Verify in the queue and in the store's kernels")
+                     .Register(*registry_);
+  queue_seconds_ = &phases.Add({{"phase", "queue"}}, kSeconds);
+  compute_seconds_ = &phases.Add({{"phase", "compute"}}, kSeconds);
+}
+
+void Metrics::CountRpc(Method method, absl::StatusCode code, absl::Duration duration) {
+  const size_t row = static_cast<size_t>(method);
+  const size_t column = static_cast<size_t>(code) < kCodeCount
+                            ? static_cast<size_t>(code)
+                            : static_cast<size_t>(absl::StatusCode::kUnknown);
+  std::atomic<prometheus::Counter*>& cached = rpc_counters_[row][column];
+  prometheus::Counter* counter = cached.load(std::memory_order_acquire);
+  if (counter == nullptr) {  // two threads may race here: Add returns the same counter to both
+    counter = &rpcs_->Add(
+        {{"method", kMethodNames[row]}, {"code", CodeName(static_cast<absl::StatusCode>(column))}});
+    cached.store(counter, std::memory_order_release);
+  }
+  counter->Increment();
+  rpc_seconds_[row]->Observe(absl::ToDoubleSeconds(duration));
+}
+
+void Metrics::CountCancelled() { cancelled_->Increment(); }
+
+void Metrics::CountVerifyPhases(absl::Duration queued, absl::Duration computed) {
+  queue_seconds_->Observe(absl::ToDoubleSeconds(queued));
+  compute_seconds_->Observe(absl::ToDoubleSeconds(computed));
+}
+
+absl::Status StartExposer(const std::string& address,
+                          std::unique_ptr<prometheus::Exposer>& exposer) {
+  try {  // prometheus-cpp reports by exception; it stops here
+    exposer = std::make_unique<prometheus::Exposer>(address);
+  } catch (const std::exception& error) {
+    return absl::UnavailableError(absl::StrCat("--metrics-listen: cannot listen on '", address,
+                                               "': expected a free host:port (", error.what(),
+                                               ")"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace ssmd

@@ -1,0 +1,104 @@
+// ModelTable: the registered model shards, each with its store.
+//
+// A model's id is the fingerprint of its spec: XXH3-64 over CanonicalSpec(), the same on every
+// server; 0 is mapped to 1. Models stay until the server ends, so pointers to them stay valid.
+//
+// Thread-safe. Lock order: register_mu_ (one registration at a time, held while pools are
+// reserved), then mu_ (the table; a leaf).
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/synchronization/mutex.h"
+#include "service/config.h"
+#include "state_store/store.h"
+
+namespace ssmd {
+
+enum class InputForm : uint8_t { kPostConv = 1 };
+
+// ssmd.v1.ModelSpec as plain data; made by ParseModelSpec, which has checked it.
+struct ModelDescription {
+  struct LayerGroup {
+    LayerShape shape;
+    std::vector<uint32_t> layer_ids;
+  };
+  std::string name;
+  std::vector<LayerGroup> groups;
+  InputForm input_form = InputForm::kPostConv;
+  Formats formats;
+  uint32_t window_records = 0, draft_tokens_max = 0, rollback_tokens_min = 0;
+  uint32_t tp_rank = 0, tp_size = 1, pp_rank = 0, pp_size = 1;
+
+  Geometry MakeGeometry() const;  // layers in the order of the groups and of their layer_ids
+};
+
+// The bytes that the fingerprint is computed over. Little-endian, in this order:
+//   u32 format version = 1; u32 name length, name
+//   u32 group count; per group: u32 family, u32 id count, u32 ids..., u32 head_count,
+//     u32 key_group_count, u32 d_k, u32 d_v
+//   u32 input_form, activation, correction, output, checkpoint, checkpoint_lp (0: none)
+//   u32 window_records, draft_tokens_max, rollback_tokens_min, tp_rank, tp_size, pp_rank, pp_size
+// Order and grouping of layers count: the same layers listed otherwise are another model.
+std::string CanonicalSpec(const ModelDescription& description);
+uint64_t Fingerprint(const ModelDescription& description);
+
+struct Model {
+  uint64_t id = 0;
+  ModelDescription description;
+  absl::flat_hash_map<uint32_t, uint32_t>
+      layer_index;  // worker's layer id -> index in the geometry
+  std::unique_ptr<Store> store;
+  uint64_t reserved_bytes = 0;
+};
+
+// Zero fields take the defaults.
+Capacity ResolveCapacity(const Capacity& requested, const CapacityDefaults& defaults);
+
+class ModelTable {
+ public:
+  struct Options {
+    uint32_t models_max = 16;
+    CapacityDefaults defaults;
+    uint64_t server_epoch = 1;
+    bool poison_garbage = false;
+  };
+  using MakeBackend = std::function<absl::StatusOr<std::unique_ptr<Backend>>(const BackendSpec&)>;
+
+  ModelTable(const Options& options, MakeBackend make_backend)
+      : options_(options), make_backend_(std::move(make_backend)) {}
+  ModelTable(const ModelTable&) = delete;
+  ModelTable& operator=(const ModelTable&) = delete;
+
+  struct Registered {
+    Model* model = nullptr;
+    bool created = false;  // false: it was there
+  };
+  // `requested` zeros: defaults for a new model, anything for one that is there.
+  // Errors: FAILED_PRECONDITION when it is there with another capacity; RESOURCE_EXHAUSTED +
+  // LIMIT_REACHED or NO_MEMORY; those of Store::Create. Nothing is registered then.
+  absl::StatusOr<Registered> Register(const ModelDescription& description,
+                                      const Capacity& requested);
+
+  absl::StatusOr<Model*> Find(uint64_t id) const;  // NOT_FOUND
+  std::vector<Model*> All() const;                 // in the order of registration
+
+ private:
+  // Distinct for all models of one server; another epoch most likely gets others.
+  uint16_t IdTag(uint32_t model_index) const;
+
+  const Options options_;
+  const MakeBackend make_backend_;
+
+  absl::Mutex register_mu_ ABSL_ACQUIRED_BEFORE(mu_);
+  mutable absl::Mutex mu_;
+  std::vector<std::unique_ptr<Model>> models_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace ssmd

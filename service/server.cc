@@ -1,0 +1,123 @@
+#include "service/server.h"
+
+#include <grpcpp/ext/proto_server_reflection_plugin.h>
+#include <grpcpp/health_check_service_interface.h>
+#include <grpcpp/security/server_credentials.h>
+#include <grpcpp/server_builder.h>
+#include <prometheus/exposer.h>
+#include <spdlog/spdlog.h>
+
+#include <chrono>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+
+namespace ssmd {
+namespace {
+
+constexpr absl::Duration kFinishGrace = absl::Seconds(1);
+constexpr absl::Duration kDrainPoll = absl::Milliseconds(10);
+
+// "host:0" with the port that was chosen.
+std::string WithPort(absl::string_view address, int port) {
+  return absl::StrCat(address.substr(0, address.rfind(':')), ":", port);
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerConfig& config,
+                                                      ServerOptions options) {
+  SSMD_RETURN_IF_ERROR(ValidateConfig(config));
+  const bool start_sweeper = options.start_sweeper;
+  std::unique_ptr<Server> server(new Server(config, std::move(options)));
+  SSMD_RETURN_IF_ERROR(server->StartMetrics());  // first: who is told that we serve can scrape us
+  SSMD_RETURN_IF_ERROR(server->Listen());
+  if (start_sweeper) server->sweeper_ = std::thread([raw = server.get()] { raw->SweepLoop(); });
+  return server;
+}
+
+Server::Server(const ServerConfig& config, ServerOptions options)
+    : core_(config, std::move(options.clock)), service_(MakeStateService(&core_)) {}
+
+Server::~Server() { Shutdown(absl::ZeroDuration()); }
+
+absl::Status Server::Listen() {
+  const ServerConfig& config = core_.config;
+  grpc::EnableDefaultHealthCheckService(true);
+  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  grpc::ServerBuilder builder;
+  int port = 0;
+  builder.AddListeningPort(config.listen, grpc::InsecureServerCredentials(), &port);
+  builder.SetMaxReceiveMessageSize(static_cast<int>(config.message_bytes_max));
+  builder.SetMaxSendMessageSize(static_cast<int>(config.message_bytes_max));
+  // Two servers on one port would split the sequences of one client between them.
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  // Clients may probe an idle connection this often.
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5'000);
+  builder.RegisterService(service_.get());
+  grpc_server_ = builder.BuildAndStart();
+  if (grpc_server_ == nullptr || port == 0) {
+    grpc_server_ = nullptr;
+    return absl::UnavailableError(absl::StrCat("--listen: cannot listen on '", config.listen,
+                                               "': expected a free host:port or unix:path"));
+  }
+  address_ =
+      absl::StartsWith(config.listen, "unix:") ? config.listen : WithPort(config.listen, port);
+  grpc::HealthCheckServiceInterface* health = grpc_server_->GetHealthCheckService();
+  health->SetServingStatus(true);
+  health->SetServingStatus(v1::StateService::service_full_name(), true);
+  return absl::OkStatus();
+}
+
+absl::Status Server::StartMetrics() {
+  const std::string& address = core_.config.metrics_listen;
+  if (address.empty()) return absl::OkStatus();
+  SSMD_RETURN_IF_ERROR(StartExposer(address, exposer_));
+  exposer_->RegisterCollectable(core_.metrics.registry());
+  exposer_->RegisterCollectable(core_.collector);
+  const std::vector<int> ports = exposer_->GetListeningPorts();
+  metrics_address_ = ports.empty() ? address : WithPort(address, ports.front());
+  return absl::OkStatus();
+}
+
+void Server::SweepLoop() {
+  const absl::Duration interval = absl::Milliseconds(core_.config.sweep_interval_ms);
+  absl::MutexLock lock(&mu_);
+  while (!mu_.AwaitWithTimeout(absl::Condition(&stopping_), interval)) {
+    mu_.Unlock();
+    core_.Sweep();
+    mu_.Lock();
+  }
+}
+
+void Server::BeginDrain() {
+  if (core_.draining.exchange(true) || grpc_server_ == nullptr) return;
+  grpc_server_->GetHealthCheckService()->SetServingStatus(false);
+  spdlog::info("draining: {} sequences live, {} sessions open", core_.LiveSequences(),
+               core_.sessions.size());
+}
+
+void Server::Shutdown(absl::Duration drain_timeout) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (stopping_) return;
+  }
+  BeginDrain();
+  if (grpc_server_ != nullptr) {
+    const absl::Time end = absl::Now() + drain_timeout;
+    while (core_.LiveSequences() > 0 && absl::Now() < end) absl::SleepFor(kDrainPoll);
+    grpc_server_->Shutdown(absl::ToChronoTime(absl::Now() + kFinishGrace));
+    grpc_server_.reset();  // after this no reactor is left
+    spdlog::info("stopped serving");
+  }
+  core_.verify_queue.Stop();
+  {
+    absl::MutexLock lock(&mu_);
+    stopping_ = true;
+  }
+  if (sweeper_.joinable()) sweeper_.join();
+  exposer_.reset();
+}
+
+}  // namespace ssmd

@@ -1,0 +1,71 @@
+// Server: one running state service in this process: gRPC, metrics page, sweeper.
+//
+// Threads: gRPC's own (parse, validate, store control calls), verify_workers (Verify),
+// compute_threads (kernels), one sweeper (leases, step deadlines), the metrics page's two.
+// Thread-safe, but for destruction.
+#pragma once
+
+#include <grpcpp/server.h>
+
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "service/core.h"
+#include "service/service.h"
+
+namespace prometheus {
+class Exposer;
+}
+
+namespace ssmd {
+
+struct ServerOptions {
+  Clock clock = MonotonicClock();
+  bool start_sweeper = true;  // false: only Sweep() ends leases and steps
+};
+
+class Server {
+ public:
+  // Serves from the moment it returns. Errors: INVALID_ARGUMENT (ValidateConfig); UNAVAILABLE
+  // naming the flag whose address cannot be had.
+  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerConfig& config,
+                                                       ServerOptions options = {});
+  ~Server();  // Shutdown(absl::ZeroDuration()) if that was not called
+  Server(const Server&) = delete;
+  Server& operator=(const Server&) = delete;
+
+  // What clients connect to, with the port that was chosen.
+  const std::string& address() const { return address_; }
+  const std::string& metrics_address() const { return metrics_address_; }  // "": off
+  uint64_t epoch() const { return core_.epoch; }
+  // For tests that compare with the store, and for embedders.
+  ServiceCore& core() { return core_; }
+
+  void Sweep() { core_.Sweep(); }
+
+  // Health turns NOT_SERVING; new models, sessions and sequences are refused; the rest goes on.
+  void BeginDrain();
+
+  // BeginDrain, then waits until no sequence lives (at most `drain_timeout`), then ends: calls in
+  // flight get kFinishGrace more, running kernels always finish. Idempotent.
+  void Shutdown(absl::Duration drain_timeout);
+
+ private:
+  Server(const ServerConfig& config, ServerOptions options);
+  absl::Status Listen();
+  absl::Status StartMetrics();
+  void SweepLoop();
+
+  ServiceCore core_;
+  std::unique_ptr<v1::StateService::CallbackService> service_;
+  std::unique_ptr<grpc::Server> grpc_server_;
+  std::unique_ptr<prometheus::Exposer> exposer_;
+  std::string address_, metrics_address_;
+
+  absl::Mutex mu_;
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  std::thread sweeper_;
+};
+
+}  // namespace ssmd

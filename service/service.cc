@@ -1,0 +1,201 @@
+#include "service/service.h"
+
+#include <spdlog/spdlog.h>
+
+#include <chrono>
+#include <concepts>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "service/handlers.h"
+#include "service/status_map.h"
+
+namespace ssmd {
+namespace {
+
+using Context = grpc::CallbackServerContext;
+
+// Epoch, then session: before anything else and before any effect.
+absl::StatusOr<SessionCall> Fence(ServiceCore& core, bool has_context,
+                                  const v1::CallContext& context) {
+  if (!has_context || context.server_epoch() == 0)
+    return InvalidField("context.server_epoch",
+                        "context.server_epoch: expected the epoch of OpenSession, got none");
+  if (context.server_epoch() != core.epoch) {
+    return WithDetail(
+        ErrorWithReason(absl::StatusCode::kFailedPrecondition, reason::kStateLost,
+                        absl::StrFormat("context.server_epoch: expected 0x%016x, got 0x%016x: the "
+                                        "server was restarted and holds nothing of yours",
+                                        core.epoch, context.server_epoch())),
+        "ssmd/server_epoch", absl::StrCat(core.epoch));
+  }
+  return core.sessions.Enter(OwnerId{context.session_id()});
+}
+
+// One unary call, from the parsed request to OnDone. Owns itself: gRPC calls OnDone exactly once,
+// after Complete, and nothing of ours may touch the call between Complete and then.
+template <typename Request, typename Response>
+class Call final : public grpc::ServerUnaryReactor {
+ public:
+  Call(ServiceCore& core_in, Method method, Context* context, const Request* request_in,
+       Response* response_in)
+      : core(core_in),
+        request(*request_in),
+        response(*response_in),
+        context_(context),
+        method_(method),
+        begun_(core.clock()) {
+    response.set_server_epoch(core.epoch);
+  }
+
+  // Answers the call; the last use of it. Any thread, exactly once.
+  void Complete(const absl::Status& status) {
+    session
+        .End();  // the lease counts from here; before the reply, so that the client sees it renewed
+    const absl::Duration duration = core.clock() - begun_;
+    core.metrics.CountRpc(method_, status.code(), duration);
+    if (absl::IsInternal(status)) {
+      spdlog::error("{} failed: {}", MethodName(method_), status.ToString());
+    } else if (!status.ok()) {
+      spdlog::debug("{} refused: {}", MethodName(method_), status.ToString());
+    }
+    Finish(ToGrpcStatus(status));
+  }
+
+  // OK unless nobody waits for the answer any more.
+  absl::Status CheckWanted() const {
+    if (cancelled_.load(std::memory_order_relaxed))
+      return absl::CancelledError("the call was cancelled before it ran");
+    if (context_->deadline() <= std::chrono::system_clock::now())
+      return absl::DeadlineExceededError("the call's deadline passed before it ran");
+    return absl::OkStatus();
+  }
+
+  void OnCancel() override {
+    cancelled_.store(true, std::memory_order_relaxed);
+    core.metrics.CountCancelled();
+  }
+  void OnDone() override { delete this; }
+
+  ServiceCore& core;
+  const Request& request;
+  Response& response;
+  SessionCall session;  // empty for calls without a context
+
+ private:
+  ~Call() override = default;
+
+  Context* const context_;
+  const Method method_;
+  const absl::Time begun_;
+  std::atomic<bool> cancelled_{false};
+};
+
+// Puts a checked Verify on the queue; the worker that takes it answers the call.
+template <typename VerifyCall>
+absl::Status Enqueue(VerifyCall* call, handlers::PreparedVerify prepared) {
+  struct Task {
+    handlers::PreparedVerify prepared;
+    absl::Time queued;
+  };
+  auto task = std::make_shared<Task>(Task{std::move(prepared), call->core.clock()});
+  return call->core.verify_queue.Push([call, task] {
+    const absl::Time begun = call->core.clock();
+    absl::Status status = call->CheckWanted();
+    if (status.ok() && call->session.closing())
+      status = absl::NotFoundError("the session was closed");
+    if (status.ok()) {
+      status = handlers::RunVerify(task->prepared, call->session->id(), call->response);
+      call->core.metrics.CountVerifyPhases(begun - task->queued, call->core.clock() - begun);
+    }
+    call->Complete(status);
+  });
+}
+
+class StateServiceImpl final : public v1::StateService::CallbackService {
+ public:
+  explicit StateServiceImpl(ServiceCore* core) : core_(*core) {}
+
+  grpc::ServerUnaryReactor* Verify(Context* context, const v1::VerifyRequest* request,
+                                   v1::VerifyResponse* response) override {
+    auto* call = new Call(core_, Method::kVerify, context, request, response);
+    const absl::Status status = [&]() -> absl::Status {
+      SSMD_ASSIGN_OR_RETURN(call->session,
+                            Fence(core_, request->has_context(), request->context()));
+      SSMD_ASSIGN_OR_RETURN(handlers::PreparedVerify prepared,
+                            handlers::PrepareVerify(core_, *call->session, *request));
+      return Enqueue(call, std::move(prepared));
+    }();
+    if (!status.ok()) call->Complete(status);  // not queued
+    return call;
+  }
+
+  grpc::ServerUnaryReactor* CloseSession(Context* context, const v1::CloseSessionRequest* request,
+                                         v1::CloseSessionResponse* response) override {
+    auto* call = new Call(core_, Method::kCloseSession, context, request, response);
+    auto entered = Fence(core_, request->has_context(), request->context());
+    if (!entered.ok()) {
+      call->Complete(entered.status());
+      return call;
+    }
+    // Runs when the session's last call has ended: most often at the end of this function.
+    const absl::Status closing = core_.sessions.Close(*entered, [call](Store::Released released) {
+      call->response.set_sequences_released(released.sequences);
+      call->response.set_steps_aborted(released.steps);
+      call->Complete(absl::OkStatus());
+    });
+    if (!closing.ok()) call->Complete(closing);
+    return call;
+  }
+
+// The other RPCs are alike: fence if the handler takes a session, run the handler, answer.
+#define SSMD_UNARY(name)                                                             \
+  grpc::ServerUnaryReactor* name(Context* context, const v1::name##Request* request, \
+                                 v1::name##Response* response) override {            \
+    return Serve(Method::k##name, context, request, response, handlers::name);       \
+  }
+  SSMD_UNARY(RegisterModel)
+  SSMD_UNARY(GetCapabilities)
+  SSMD_UNARY(OpenSession)
+  SSMD_UNARY(GetStatus)
+  SSMD_UNARY(KeepAlive)
+  SSMD_UNARY(CreateSequences)
+  SSMD_UNARY(ForkSequences)
+  SSMD_UNARY(ReleaseSequences)
+  SSMD_UNARY(GetSequences)
+  SSMD_UNARY(BeginStep)
+  SSMD_UNARY(Commit)
+  SSMD_UNARY(AbortStep)
+  SSMD_UNARY(Rollback)
+  SSMD_UNARY(CreateSnapshot)
+  SSMD_UNARY(DeleteSnapshot)
+#undef SSMD_UNARY
+
+ private:
+  template <typename Request, typename Response, typename Handler>
+  grpc::ServerUnaryReactor* Serve(Method method, Context* context, const Request* request,
+                                  Response* response, Handler handler) {
+    auto* call = new Call<Request, Response>(core_, method, context, request, response);
+    call->Complete([&]() -> absl::Status {
+      if constexpr (std::invocable<Handler, ServiceCore&, const Request&, Response&>) {
+        return handler(core_, *request, *response);
+      } else {
+        SSMD_ASSIGN_OR_RETURN(call->session,
+                              Fence(core_, request->has_context(), request->context()));
+        return handler(core_, *call->session, *request, *response);
+      }
+    }());
+    return call;
+  }
+
+  ServiceCore& core_;
+};
+
+}  // namespace
+
+std::unique_ptr<v1::StateService::CallbackService> MakeStateService(ServiceCore* core) {
+  return std::make_unique<StateServiceImpl>(core);
+}
+
+}  // namespace ssmd

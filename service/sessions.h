@@ -1,0 +1,153 @@
+// SessionTable: who may call, for how long, and what is released when they are gone.
+//
+// A session's life: Open -> { Enter ... call ends }* -> Close | lease runs out -> release, once.
+//
+// Invariants
+//   - The release function runs exactly once per session, when the session can no longer be entered
+//     and no call of it is in flight; so nothing is created for an owner that was already released.
+//   - A session with a call in flight never expires; the end of a call renews the lease.
+//   - Session ids are random and never zero; knowing one is what makes a caller its owner.
+//   - At most sessions_max sessions; at most kRecordedRepliesMax replies a session.
+//
+// Thread-safe. Lock order: Session::replay_mu_, then (a store's lock); SessionTable::mu_ is a leaf,
+// held for look-ups only: the release function and `done` run without it, on the thread that ended
+// the last call. The table outlives its calls.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/functional/function_ref.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "service/clock.h"
+#include "state_store/store.h"
+
+namespace ssmd {
+
+inline constexpr size_t kRecordedRepliesMax = 64;
+
+class SessionTable;
+
+class Session {
+ public:
+  OwnerId id() const { return id_; }
+  const std::string& client_name() const { return client_name_; }
+  uint32_t lease_ms() const { return lease_ms_; }
+
+  // Runs `make`, or returns what it returned before for this request_id. `arguments` is any string
+  // that differs when the request does. Failures are not recorded: they changed nothing. The oldest
+  // of kRecordedRepliesMax replies is forgotten; request_id 0 records nothing.
+  // Errors: INVALID_ARGUMENT when request_id was used with other arguments; those of `make`.
+  absl::StatusOr<NewSequences> Once(uint64_t request_id, const std::string& arguments,
+                                    absl::FunctionRef<absl::StatusOr<NewSequences>()> make);
+
+ private:
+  friend class SessionCall;
+  friend class SessionTable;
+  struct Recorded {
+    uint64_t request_id;
+    std::string arguments;
+    NewSequences reply;
+  };
+
+  OwnerId id_{};
+  std::string client_name_;
+  uint32_t lease_ms_ = 0;
+
+  // Guarded by SessionTable::mu_.
+  absl::Time lease_end_;
+  uint32_t calls_in_flight_ = 0;
+  bool closing_ = false;
+  std::function<void(Store::Released)> on_released_;
+
+  absl::Mutex replay_mu_;
+  std::deque<Recorded> recorded_ ABSL_GUARDED_BY(replay_mu_);
+};
+
+// A call in flight: keeps the session from expiring, renews its lease at the end. Move-only.
+class SessionCall {
+ public:
+  SessionCall() = default;
+  SessionCall(SessionCall&& other) noexcept;
+  SessionCall& operator=(SessionCall&& other) noexcept;
+  ~SessionCall() { End(); }
+
+  Session& operator*() const { return *session_; }
+  Session* operator->() const { return session_.get(); }
+
+  void End();  // idempotent
+  // True once CloseSession was called: work that has not begun need not begin.
+  bool closing() const;
+
+ private:
+  friend class SessionTable;
+  SessionCall(SessionTable* table, std::shared_ptr<Session> session)
+      : table_(table), session_(std::move(session)) {}
+  SessionTable* table_ = nullptr;
+  std::shared_ptr<Session> session_;
+};
+
+class SessionTable {
+ public:
+  struct Options {
+    uint32_t sessions_max = 1024;
+    uint32_t lease_ms_default = 30'000;
+    uint32_t lease_ms_min = 1'000;
+    uint32_t lease_ms_max = 600'000;
+  };
+  struct Opened {
+    OwnerId id{};
+    uint32_t lease_ms = 0;
+  };
+  // Aborts steps and releases sequences of an owner in every store.
+  using ReleaseFunction = std::function<Store::Released(OwnerId)>;
+
+  SessionTable(const Options& options, Clock clock, ReleaseFunction release)
+      : options_(options), clock_(std::move(clock)), release_(std::move(release)) {}
+  SessionTable(const SessionTable&) = delete;
+  SessionTable& operator=(const SessionTable&) = delete;
+
+  // lease_ms 0: the default. Errors: INVALID_ARGUMENT outside the limits; RESOURCE_EXHAUSTED +
+  // LIMIT_REACHED.
+  absl::StatusOr<Opened> Open(uint32_t lease_ms, absl::string_view client_name);
+
+  // Errors: NOT_FOUND for a session that is unknown, closed or expired (even if not swept yet).
+  absl::StatusOr<SessionCall> Enter(OwnerId id);
+
+  // No further Enter succeeds; when the last call in flight (this one included) has ended, the
+  // session is released and then `done` runs. Errors: NOT_FOUND when it is closing already; `done`
+  // then never runs.
+  absl::Status Close(const SessionCall& call, std::function<void(Store::Released)> done);
+
+  // Ends every session whose lease has run out; returns how many.
+  uint32_t ExpireLeases();
+
+  uint32_t size() const;
+  uint64_t opened_count() const;
+  uint64_t expired_count() const;
+
+ private:
+  friend class SessionCall;
+  void Leave(const std::shared_ptr<Session>& session);
+  void Renew(Session& session) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  const Options options_;
+  const Clock clock_;
+  const ReleaseFunction release_;
+
+  mutable absl::Mutex mu_;
+  absl::flat_hash_map<OwnerId, std::shared_ptr<Session>> sessions_ ABSL_GUARDED_BY(mu_);
+  uint64_t opened_count_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t expired_count_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+// From the kernel's generator; never zero.
+uint64_t RandomId();
+
+}  // namespace ssmd

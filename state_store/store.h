@@ -1,0 +1,250 @@
+// Store: the recurrent state of all sequences of one registered model. The facade that the service
+// and embedders call.
+//
+//   CreateSequences -> { BeginStep -> Verify per layer -> Commit | Abort }* -> Release
+// A step never modifies committed data: Commit moves pointers, Abort frees pages, and between them
+// the sequence is bit for bit what it was. Fork and snapshot share the checkpoint page and copy the
+// live records.
+//
+// Invariants (state_store/README.md lists them all): a row names state only by (sequence, version);
+// two rows of a step never name the same sequence; a sequence has at most one open step; `version`
+// rises by one per committed step and rollback.
+//
+// Repeats. A BeginStep with the rows of an open step returns that step; a repeated Commit with
+// equal counts, and a repeated Rollback, return their recorded results for as long as no later
+// mutation of the sequences replaced them.
+//
+// Thread-safe. One mutex guards all host state; Verify computes outside it. Ending a step waits for
+// its running Verifies. The store reads no clock and starts no thread: times come in as arguments,
+// compute runs on the backend's executor.
+//
+// Errors: the codes and reasons of kernels/status.h and proto/ssmd/v1/state_service.proto. After
+// any error the store is unchanged, but for Verify, whose poisoned or failed layer aborts the step.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "kernels/backend.h"
+#include "state_store/geometry.h"
+
+namespace ssmd {
+
+enum class SequenceId : uint64_t {};  // [tag 16 | counter 48]; never reused
+enum class StepId : uint64_t {};      // likewise
+enum class OwnerId : uint64_t {};     // a session; embedders use any constant
+inline constexpr StepId kNoStep{0};
+
+struct SequenceVersion {
+  SequenceId id{};
+  uint64_t version = 0;
+};
+
+struct SequenceState {
+  SequenceId id{};
+  uint64_t version = 0;
+  uint64_t position = 0;  // committed tokens
+  uint64_t floor = 0;     // position of the checkpoint page
+  StepId open_step = kNoStep;
+};
+
+struct SnapshotKey {
+  std::string digest;  // opaque, 1..64 bytes
+  uint64_t position = 0;
+  friend bool operator==(const SnapshotKey&, const SnapshotKey&) = default;
+  template <typename H>
+  friend H AbslHashValue(H h, const SnapshotKey& key) {
+    return H::combine(std::move(h), key.digest, key.position);
+  }
+};
+
+struct NewSequences {
+  std::vector<SequenceId> ids;
+  uint64_t version = 1;
+  uint64_t position = 0;
+};
+
+struct StepRequest {
+  struct Row {
+    SequenceId sequence{};
+    uint64_t version = 0;
+    uint32_t draft_tokens = 0;  // 0..T_max
+    friend bool operator==(const Row&, const Row&) = default;
+  };
+  std::vector<Row> rows;
+  bool auto_commit = false;
+  absl::Time deadline = absl::InfiniteFuture();  // AbortExpired ends the step after this
+};
+
+struct OpenStep {
+  StepId id{};
+  std::vector<uint64_t> positions;  // per row, before the step
+  uint32_t folds = 0;
+};
+
+struct CommitResult {
+  std::vector<uint64_t> versions;  // per row
+  std::vector<uint64_t> positions;
+};
+
+struct VerifyRequest {
+  StepId step{};
+  uint32_t layer = 0;        // index into Geometry::layers
+  uint64_t token_count = 0;  // tokens in `inputs`; checked against the step
+  VerifyInputs inputs;
+  void* output = nullptr;  // output dtype [token_count, head, d_v]
+};
+
+// Sums since the store was made. Byte counts are what the kernels move, record padding included.
+struct StoreCounters {
+  uint64_t steps_begun = 0, steps_committed = 0, steps_aborted = 0, steps_expired = 0;
+  uint64_t layers_verified = 0;
+  uint64_t tokens_drafted = 0, tokens_accepted = 0;  // of committed steps
+  std::array<uint64_t, kDraftTokensMax>
+      tokens_accepted_at{};                          // [i]: rows that accepted more than i tokens
+  uint64_t flushes_fused = 0, flushes_deferred = 0;  // of committed steps
+  uint64_t rollbacks = 0, forks = 0, snapshots_created = 0;
+  uint64_t stale_versions = 0, poisoned_rows = 0;
+  uint64_t checkpoint_read_bytes = 0, checkpoint_write_bytes = 0;
+  uint64_t ring_read_bytes = 0, ring_write_bytes = 0;
+  uint64_t ring_copy_bytes = 0;  // by forks, snapshots and restores; no checkpoint is ever copied
+  // What an engine that writes the state every token moves for the same Verifies: per row, layer
+  // and T tokens one read and T writes of the state (per-draft snapshots; T = 1 is plain decoding).
+  uint64_t write_every_step_bytes = 0;
+};
+
+struct StoreUsage {
+  uint32_t sequences = 0, snapshots = 0, open_steps = 0;
+  PageCounts pages;
+};
+
+class Store {
+ public:
+  struct Options {
+    Geometry geometry;
+    Capacity capacity;
+    uint16_t id_tag =
+        1;  // distinguishes this store's ids from those of others and of earlier epochs
+    bool poison_garbage = false;   // fill bytes that nobody owns with NaN
+    uint32_t retry_after_ms = 50;  // hint in RESOURCE_EXHAUSTED
+  };
+
+  // Errors: those of ValidateGeometry and ValidateCapacity; the factory's.
+  static absl::StatusOr<std::unique_ptr<Store>> Create(const Options& options,
+                                                       BackendFactory make_backend);
+  ~Store();
+  Store(const Store&) = delete;
+  Store& operator=(const Store&) = delete;
+
+  const Geometry& geometry() const { return options_.geometry; }
+  const Capacity& capacity() const { return options_.capacity; }
+  const char* backend_name() const { return backend_->name(); }
+
+  // All or none. Errors: INVALID_ARGUMENT, RESOURCE_EXHAUSTED + NO_SLOT.
+  absl::StatusOr<NewSequences> CreateSequences(OwnerId owner, uint32_t count);
+  // As above; NOT_FOUND when there is no such snapshot.
+  absl::StatusOr<NewSequences> CreateFromSnapshot(OwnerId owner, const SnapshotKey& key,
+                                                  uint32_t count);
+  // `position` defaults to the parent's tail. Errors: OUT_OF_RANGE + ROLLBACK_FLOOR,
+  // RESOURCE_EXHAUSTED + NO_SLOT.
+  absl::StatusOr<NewSequences> Fork(OwnerId owner, SequenceVersion parent, uint32_t count,
+                                    std::optional<uint64_t> position = std::nullopt);
+  // All or none. Errors: INVALID_ARGUMENT for duplicates, NOT_FOUND, FAILED_PRECONDITION +
+  // STEP_OPEN.
+  absl::Status Release(OwnerId owner, absl::Span<const SequenceId> ids);
+  absl::StatusOr<SequenceState> Get(OwnerId owner, SequenceId id) const;
+  std::vector<SequenceState> GetAll(OwnerId owner) const;  // ascending by id
+
+  absl::StatusOr<OpenStep> BeginStep(OwnerId owner, const StepRequest& request);
+  // Checks that a Verify may run and says how many tokens its tensors must hold.
+  absl::StatusOr<uint64_t> StepTokenCount(OwnerId owner, StepId step) const;
+  // Returns the commit's result when auto_commit took effect.
+  absl::StatusOr<std::optional<CommitResult>> Verify(OwnerId owner, const VerifyRequest& request);
+  absl::StatusOr<CommitResult> Commit(OwnerId owner, StepId step,
+                                      absl::Span<const uint32_t> accepted);
+  absl::Status Abort(OwnerId owner, StepId step);
+  // Aborts every step whose deadline has passed; returns how many.
+  uint32_t AbortExpired(absl::Time now);
+
+  absl::StatusOr<SequenceState> Rollback(OwnerId owner, SequenceVersion sequence,
+                                         uint64_t position);
+
+  // Returns false when the key was there and was kept.
+  absl::StatusOr<bool> CreateSnapshot(OwnerId owner, SequenceVersion sequence,
+                                      const SnapshotKey& key, bool overwrite = false);
+  absl::Status DeleteSnapshot(const SnapshotKey& key);
+
+  struct Released {
+    uint32_t sequences = 0, steps = 0;
+  };
+  // Aborts the owner's steps and releases its sequences. Snapshots stay.
+  Released ReleaseOwner(OwnerId owner);
+
+  // The state of one layer at `position` of the window, FP32 [head, d_v, d_k], by replay; nothing
+  // changes.
+  absl::Status ReadState(OwnerId owner, SequenceId id, uint32_t layer, uint64_t position,
+                         absl::Span<float> state) const;
+
+  StoreCounters counters() const;
+  StoreUsage usage() const;
+
+ private:
+  struct Sequence;
+  struct Step;
+
+  Store(const Options& options, std::unique_ptr<Backend> backend);
+
+  absl::StatusOr<Sequence*> Find(OwnerId owner, SequenceId id) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::StatusOr<Sequence*> FindVersion(OwnerId owner, SequenceVersion sequence)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::StatusOr<std::shared_ptr<Step>> FindStep(OwnerId owner, StepId id) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status CheckRoom(uint32_t count) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  SlotIndex TakeSlot() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void ReturnSlot(SlotIndex slot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  uint64_t NextId() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  Sequence& AddSequence(OwnerId owner, SlotIndex slot, uint64_t position)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::StatusOr<NewSequences> CopyToNew(OwnerId owner, SlotIndex source, uint64_t position,
+                                         uint32_t count) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void DropSequence(Sequence& sequence) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void CloseStep(const std::shared_ptr<Step>& step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::StatusOr<CommitResult> CommitLocked(const std::shared_ptr<Step>& step,
+                                            absl::Span<const uint32_t> accepted)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void AbortLocked(const std::shared_ptr<Step>& step, absl::string_view why)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Replaces what a sequence remembers; an ended step that nobody remembers is gone.
+  void Record(std::shared_ptr<Step>& record, const std::shared_ptr<Step>& step)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void CountVerify(const Step& step, uint32_t layer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void CountCopy(SlotIndex child) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  uint32_t NextWindow() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  const Options options_;
+  const std::unique_ptr<Backend> backend_;
+
+  mutable absl::Mutex mu_;
+  std::vector<SlotIndex> free_slots_ ABSL_GUARDED_BY(mu_);
+  std::vector<StepIndex> free_steps_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<SequenceId, std::unique_ptr<Sequence>> sequences_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<StepId, std::shared_ptr<Step>> open_steps_ ABSL_GUARDED_BY(mu_);
+  // Ended steps that some sequence still holds as its last one: what a repeated call is answered
+  // from.
+  absl::flat_hash_map<StepId, std::shared_ptr<Step>> ended_steps_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<SnapshotKey, SlotIndex> snapshots_ ABSL_GUARDED_BY(mu_);
+  uint64_t next_id_ ABSL_GUARDED_BY(mu_) = 1;  // of sequences and steps
+  uint32_t next_phase_ ABSL_GUARDED_BY(mu_) = 0;
+  StoreCounters counters_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace ssmd

@@ -1,0 +1,167 @@
+// The Prometheus page over HTTP: exact counts after a scripted workload, and gauges that come back.
+#include "absl/strings/str_split.h"
+#include "tests/e2e/harness.h"
+
+namespace ssmd::e2e {
+namespace {
+
+class MetricsTest : public ::testing::Test {
+ protected:
+  MetricsTest() : server_(StartServer(WithMetrics())), client_(server_->address()) {
+    client_.Start();
+    labels_ = absl::StrCat("model=\"small\",model_id=\"",
+                           absl::StrCat(absl::Hex(client_.model_id, absl::kZeroPad16)), "\"");
+  }
+  static ServerConfig WithMetrics() {
+    ServerConfig config = SmallConfig();
+    config.metrics_listen = "127.0.0.1:0";
+    return config;
+  }
+  std::map<std::string, double> Scrape() {
+    page_ = HttpGet(server_->metrics_address(), "/metrics");
+    return ParseMetrics(page_);
+  }
+  // Series of the model: name, and one more label or none.
+  std::string Of(const std::string& name, const std::string& label = "") {
+    return absl::StrCat(name, "{", labels_, label.empty() ? "" : ",", label, "}");
+  }
+
+  std::unique_ptr<Server> server_;
+  Client client_;
+  std::string labels_, page_;
+};
+
+bool IsGauge(const std::string& series) {
+  for (const char* name :
+       {"ssmd_pages", "ssmd_slots", "ssmd_open_steps", "ssmd_sessions{", "ssmd_verify_queue_depth",
+        "ssmd_verify_running", "ssmd_models", "ssmd_state_bytes_reserved", "ssmd_draining"})
+    if (absl::StartsWith(series, name)) return true;
+  return series == "ssmd_sessions";
+}
+
+TEST_F(MetricsTest, CountsAScriptedWorkloadExactly) {
+  const std::map<std::string, double> start = Scrape();
+  EXPECT_EQ(start.at("ssmd_sessions"), 1);
+  EXPECT_EQ(start.at("ssmd_models"), 1);
+  EXPECT_EQ(
+      start.at(absl::StrCat("ssmd_build_info{backend=\"cpu\",version=\"", ServerVersion(), "\"}")),
+      1);
+
+  // 6 steps of 4 tokens, all accepted: 24 tokens against L = 8 must fold. Then 3 of 4, 0 of 2.
+  const uint64_t id = client_.Create(1)[0];
+  uint64_t version = 1;
+  for (int i = 0; i < 6; ++i) {
+    const uint64_t step = client_.Begin({{id, version++, 4}});
+    client_.VerifyAll(step, 4);
+    client_.Commit(step, {4});
+  }
+  uint64_t step = client_.Begin({{id, version++, 4}});
+  client_.VerifyAll(step, 4);
+  client_.Commit(step, {3});
+  step = client_.Begin({{id, version++, 2}});
+  client_.VerifyAll(step, 2);
+  client_.Commit(step, {0});
+  // Aborted, stale, poisoned, rolled back, forked, stored.
+  step = client_.Begin({{id, version, 1}});
+  auto abort = client_.Make<v1::AbortStepRequest>();
+  abort.set_step_id(step);
+  EXPECT_TRUE(client_.Call(&Stub::AbortStep, abort).ok());
+  EXPECT_FALSE(client_.Call(&Stub::BeginStep, client_.StepOf({{id, 1, 1}})).ok());
+  step = client_.Begin({{id, version, 1}});
+  v1::VerifyRequest poisoned = client_.VerifyOf(step, 3, 1);
+  poisoned.mutable_q()->mutable_data()->replace(0, 4, "\xff\xff\xff\xff", 4);
+  EXPECT_FALSE(client_.Call(&Stub::Verify, poisoned).ok());
+  auto rollback = client_.Make<v1::RollbackRequest>();
+  rollback.set_sequence_id(id);
+  rollback.set_version(version++);
+  rollback.set_position(26);
+  EXPECT_TRUE(client_.Call(&Stub::Rollback, rollback).ok());
+  auto fork = client_.Make<v1::ForkSequencesRequest>();
+  fork.set_sequence_id(id);
+  fork.set_version(version);
+  fork.set_count(2);
+  EXPECT_TRUE(client_.Call(&Stub::ForkSequences, fork).ok());
+  auto snapshot = client_.Make<v1::CreateSnapshotRequest>();
+  snapshot.set_sequence_id(id);
+  snapshot.set_version(version);
+  snapshot.mutable_key()->set_digest("k");
+  snapshot.mutable_key()->set_position(26);
+  EXPECT_TRUE(client_.Call(&Stub::CreateSnapshot, snapshot).ok());
+
+  const std::map<std::string, double> now = Scrape();
+  EXPECT_EQ(now.at(Of("ssmd_steps_begun_total")), 10);
+  EXPECT_EQ(now.at(Of("ssmd_steps_total", "result=\"committed\"")), 8);
+  EXPECT_EQ(now.at(Of("ssmd_steps_total", "result=\"aborted\"")), 2);
+  EXPECT_EQ(now.at(Of("ssmd_steps_total", "result=\"expired\"")), 0);
+  EXPECT_EQ(now.at(Of("ssmd_layers_verified_total")), 24);
+  EXPECT_EQ(now.at(Of("ssmd_tokens_drafted_total")), 30);
+  EXPECT_EQ(now.at(Of("ssmd_tokens_accepted_total")), 27);
+  EXPECT_EQ(now.at(Of("ssmd_tokens_accepted_by_position_total", "position=\"0\"")), 7);
+  EXPECT_EQ(now.at(Of("ssmd_tokens_accepted_by_position_total", "position=\"2\"")), 7);
+  EXPECT_EQ(now.at(Of("ssmd_tokens_accepted_by_position_total", "position=\"3\"")), 6);
+  EXPECT_FALSE(now.contains(Of("ssmd_tokens_accepted_by_position_total", "position=\"4\"")));
+  EXPECT_GE(now.at(Of("ssmd_flushes_total", "reason=\"fused\"")), 3);
+  EXPECT_EQ(now.at(Of("ssmd_stale_versions_total")), 1);
+  EXPECT_EQ(now.at(Of("ssmd_poisoned_rows_total")), 1);
+  EXPECT_EQ(now.at(Of("ssmd_rollbacks_total")), 1);
+  EXPECT_EQ(now.at(Of("ssmd_forks_total")), 2);
+  EXPECT_EQ(now.at(Of("ssmd_snapshots_created_total")), 1);
+  // One read of every layer's state per live row and Verify: 2 * 4 * 16 * 8 + 2 * 16 * 8 floats.
+  EXPECT_EQ(now.at(Of("ssmd_state_bytes_total", "kind=\"checkpoint_hp_read\"")), 8 * 1280 * 4);
+  EXPECT_EQ(now.at(Of("ssmd_state_bytes_total", "kind=\"checkpoint_hp_write\"")),
+            now.at(Of("ssmd_flushes_total", "reason=\"fused\"")) * 1280 * 4);
+  EXPECT_EQ(now.at(Of("ssmd_write_every_step_bytes_total")), (8 + 30) * 1280 * 4);
+  EXPECT_GT(now.at(Of("ssmd_state_bytes_total", "kind=\"ring_write\"")), 0);
+  EXPECT_EQ(now.at(Of("ssmd_slots", "kind=\"sequences\"")), 3);
+  EXPECT_EQ(now.at(Of("ssmd_slots", "kind=\"snapshots\"")), 1);
+  EXPECT_EQ(now.at(Of("ssmd_slots", "kind=\"free\"")), 4);
+  EXPECT_EQ(now.at(Of("ssmd_pages", "kind=\"live\"")), 1);  // shared by all four
+  EXPECT_EQ(now.at(Of("ssmd_pages", "kind=\"free\"")), 10);
+  EXPECT_EQ(now.at("ssmd_rpcs_total{code=\"OK\",method=\"Commit\"}"), 8);
+  EXPECT_EQ(now.at("ssmd_rpcs_total{code=\"OK\",method=\"Verify\"}"), 24);
+  EXPECT_EQ(now.at("ssmd_rpcs_total{code=\"ABORTED\",method=\"Verify\"}"), 1);
+  EXPECT_EQ(now.at("ssmd_rpcs_total{code=\"ABORTED\",method=\"BeginStep\"}"), 1);
+  EXPECT_EQ(now.at("ssmd_rpc_duration_seconds_count{method=\"Verify\"}"), 25);
+  EXPECT_EQ(now.at("ssmd_verify_phase_seconds_count{phase=\"queue\"}"), 25);
+  EXPECT_EQ(now.at("ssmd_verify_phase_seconds_count{phase=\"compute\"}"), 25);
+
+  auto drop = client_.Make<v1::DeleteSnapshotRequest>();
+  *drop.mutable_key() = snapshot.key();
+  EXPECT_TRUE(client_.Call(&Stub::DeleteSnapshot, drop).ok());
+  EXPECT_TRUE(client_.Call(&Stub::CloseSession, client_.Make<v1::CloseSessionRequest>()).ok());
+  const std::map<std::string, double> end = Scrape();
+  EXPECT_EQ(end.at("ssmd_sessions"), 0);
+  for (const auto& [series, value] : start) {
+    if (IsGauge(series) && series != "ssmd_sessions") {
+      EXPECT_EQ(end.at(series), value) << series;
+    }
+  }
+}
+
+// What Prometheus itself would refuse: a family twice, a series twice, a counter without _total.
+TEST_F(MetricsTest, ThePageIsWellFormed) {
+  v1::RegisterModelRequest model;  // same name, another shard: its series must stay apart
+  *model.mutable_spec() = testing::SmallSpec();
+  model.mutable_spec()->set_tp_size(2);
+  model.mutable_spec()->set_rollback_tokens_min(4);
+  *model.mutable_capacity() = SmallCapacity();
+  ASSERT_TRUE(client_.Call(&Stub::RegisterModel, model).ok());
+  Scrape();
+  std::map<std::string, int> families, series;
+  for (const absl::string_view line : absl::StrSplit(page_, '\n')) {
+    const std::vector<std::string> words = absl::StrSplit(line, ' ');
+    if (absl::StartsWith(line, "# TYPE ")) {
+      EXPECT_EQ(++families[words.at(2)], 1) << line;
+      if (absl::StartsWith(words.at(2), "ssmd_")) {
+        EXPECT_EQ(words.at(3) == "counter", absl::EndsWith(words.at(2), "_total")) << line;
+      }
+    } else if (!line.empty() && line[0] != '#') {
+      EXPECT_EQ(++series[std::string(line.substr(0, line.rfind(' ')))], 1) << line;
+    }
+  }
+  EXPECT_GT(families.size(), 30u);
+  EXPECT_EQ(ParseMetrics(page_).at("ssmd_models"), 2);
+}
+
+}  // namespace
+}  // namespace ssmd::e2e

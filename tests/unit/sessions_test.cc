@@ -1,0 +1,216 @@
+// service/sessions.cc: leases, calls in flight, exactly one release, recorded replies.
+#include "service/sessions.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+#include <thread>
+
+#include "tests/testing/fake_clock.h"
+#include "tests/testing/status_is.h"
+
+namespace ssmd {
+namespace {
+
+using testing::Fails;
+using testing::FakeClock;
+using testing::RefusesField;
+
+constexpr auto kNotFound = absl::StatusCode::kNotFound;
+
+class SessionsTest : public ::testing::Test {
+ protected:
+  OwnerId Open(uint32_t lease_ms = 1000) { return table_.Open(lease_ms, "test")->id; }
+  // Releases so far of `id`.
+  int Releases(OwnerId id) const { return static_cast<int>(released_.count(id)); }
+
+  FakeClock clock_;
+  std::multiset<OwnerId> released_;
+  SessionTable table_{{.sessions_max = 3, .lease_ms_min = 100, .lease_ms_max = 5000},
+                      clock_.AsClock(),
+                      [this](OwnerId id) {
+                        released_.insert(id);
+                        return Store::Released{.sequences = 7, .steps = 2};
+                      }};
+};
+
+TEST_F(SessionsTest, IdsAreDistinctAndNotZero) {
+  const OwnerId a = Open(), b = Open();
+  EXPECT_NE(a, b);
+  EXPECT_NE(static_cast<uint64_t>(a), 0u);
+  EXPECT_TRUE(Fails(table_.Enter(OwnerId{0}), kNotFound, {"session"}));
+}
+
+TEST_F(SessionsTest, LeaseOutsideTheLimitsIsRefused) {
+  EXPECT_TRUE(RefusesField(table_.Open(99, ""), "lease_ms", {"100..5000", "got 99"}));
+  EXPECT_TRUE(RefusesField(table_.Open(5001, ""), "lease_ms", {"100..5000", "got 5001"}));
+  EXPECT_EQ(table_.size(), 0u);
+}
+
+TEST_F(SessionsTest, TableIsBounded) {
+  for (int i = 0; i < 3; ++i) Open();
+  const auto refused = table_.Open(1000, "");
+  EXPECT_TRUE(Fails(refused, absl::StatusCode::kResourceExhausted, {"sessions_max", "3"}));
+  EXPECT_EQ(GetDetail(refused.status(), detail::kReason), reason::kLimit);
+  EXPECT_NE(GetDetail(refused.status(), detail::kRetryAfterMs), "");
+}
+
+TEST_F(SessionsTest, LeaseRunsOutOnce) {
+  const OwnerId id = Open(1000);
+  clock_.Advance(absl::Milliseconds(999));
+  EXPECT_EQ(table_.ExpireLeases(), 0u);
+  clock_.Advance(absl::Milliseconds(1));
+  EXPECT_TRUE(Fails(table_.Enter(id), kNotFound, {"expired"}));  // even before the sweep
+  EXPECT_EQ(table_.ExpireLeases(), 1u);
+  EXPECT_EQ(table_.ExpireLeases(), 0u);
+  EXPECT_EQ(Releases(id), 1);
+  EXPECT_EQ(table_.expired_count(), 1u);
+  EXPECT_EQ(table_.size(), 0u);
+}
+
+TEST_F(SessionsTest, AnyCallRenewsTheLease) {
+  const OwnerId id = Open(1000);
+  for (int i = 0; i < 5; ++i) {
+    clock_.Advance(absl::Milliseconds(900));
+    EXPECT_TRUE(table_.Enter(id).ok());
+    EXPECT_EQ(table_.ExpireLeases(), 0u);
+  }
+}
+
+TEST_F(SessionsTest, ACallInFlightHoldsTheLeaseAndRenewsItAtItsEnd) {
+  const OwnerId id = Open(1000);
+  auto call = table_.Enter(id);
+  clock_.Advance(absl::Seconds(100));
+  EXPECT_EQ(table_.ExpireLeases(), 0u);
+  EXPECT_TRUE(table_.Enter(id).ok());  // a second call meanwhile
+  call->End();
+  clock_.Advance(absl::Milliseconds(999));
+  EXPECT_EQ(table_.ExpireLeases(), 0u);
+  clock_.Advance(absl::Milliseconds(1));
+  EXPECT_EQ(table_.ExpireLeases(), 1u);
+  EXPECT_EQ(Releases(id), 1);
+}
+
+TEST_F(SessionsTest, CloseReleasesWhenTheLastCallHasEnded) {
+  const OwnerId id = Open();
+  auto closer = table_.Enter(id);
+  auto other = table_.Enter(id);
+  int done = 0;
+  ASSERT_TRUE(table_
+                  .Close(*closer,
+                         [&](Store::Released released) {
+                           EXPECT_EQ(released.sequences, 7u);
+                           EXPECT_EQ(released.steps, 2u);
+                           EXPECT_EQ(Releases(id), 1);
+                           ++done;
+                         })
+                  .ok());
+  EXPECT_TRUE(other->closing());
+  EXPECT_TRUE(Fails(table_.Enter(id), kNotFound, {"closed"}));
+  EXPECT_TRUE(Fails(table_.Close(*other, [](Store::Released) { FAIL(); }), kNotFound, {}));
+  closer->End();
+  EXPECT_EQ(done, 0);
+  other->End();
+  other->End();  // idempotent
+  EXPECT_EQ(done, 1);
+  clock_.Advance(absl::Seconds(100));
+  EXPECT_EQ(table_.ExpireLeases(), 0u);
+  EXPECT_EQ(Releases(id), 1);
+}
+
+TEST_F(SessionsTest, MovedCallsEndOnce) {
+  const OwnerId id = Open();
+  SessionCall call = *table_.Enter(id);
+  SessionCall moved = std::move(call);
+  call = std::move(moved);
+  EXPECT_EQ(call->id(), id);
+  call.End();
+  clock_.Advance(absl::Seconds(2));
+  EXPECT_EQ(table_.ExpireLeases(), 1u);
+}
+
+TEST_F(SessionsTest, RepliesAreRecordedByRequestId) {
+  const OwnerId id = Open();
+  SessionCall call = *table_.Enter(id);
+  uint64_t made = 0;
+  const auto make = [&]() -> absl::StatusOr<NewSequences> {
+    return NewSequences{.ids = {SequenceId{++made}}};
+  };
+  EXPECT_EQ(call->Once(5, "create 1", make)->ids[0], SequenceId{1});
+  EXPECT_EQ(call->Once(5, "create 1", make)->ids[0], SequenceId{1});
+  EXPECT_TRUE(RefusesField(call->Once(5, "create 2", make), "request_id", {"0x5", "other"}));
+  EXPECT_EQ(call->Once(0, "create 1", make)->ids[0], SequenceId{2});  // 0: not recorded
+  EXPECT_EQ(call->Once(0, "create 1", make)->ids[0], SequenceId{3});
+
+  const auto fail = []() -> absl::StatusOr<NewSequences> { return absl::NotFoundError("x"); };
+  EXPECT_FALSE(call->Once(6, "create 1", fail).ok());  // failures are not recorded
+  EXPECT_TRUE(call->Once(6, "create 1", make).ok());
+
+  for (uint64_t i = 0; i < kRecordedRepliesMax; ++i)
+    ASSERT_TRUE(call->Once(100 + i, "", make).ok());
+  const uint64_t before = made;
+  EXPECT_EQ(call->Once(100, "", make)->ids[0], SequenceId{5});  // the oldest one left
+  EXPECT_EQ(made, before);
+  EXPECT_TRUE(call->Once(5, "create 1", make).ok());  // forgotten: made again
+  EXPECT_EQ(made, before + 1);
+}
+
+TEST_F(SessionsTest, EqualRequestsAtOneTimeAreMadeOnce) {
+  const OwnerId id = Open();
+  std::atomic<int> made{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 8; ++i) {
+    threads.emplace_back([&] {
+      SessionCall call = *table_.Enter(id);
+      EXPECT_TRUE(call->Once(1, "x",
+                             [&]() -> absl::StatusOr<NewSequences> {
+                               ++made;
+                               return NewSequences{};
+                             })
+                      .ok());
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(made, 1);
+}
+
+// Calls, sweeps and a close race; whatever the order, the release comes once and last.
+TEST_F(SessionsTest, ReleasesOnceUnderRaces) {
+  for (int round = 0; round < 200; ++round) {
+    std::atomic<int> in_flight{0}, releases{0};
+    SessionTable table({.sessions_max = 1, .lease_ms_min = 1, .lease_ms_max = 1000},
+                       MonotonicClock(), [&](OwnerId) {
+                         EXPECT_EQ(in_flight.load(), 0);
+                         ++releases;
+                         return Store::Released{};
+                       });
+    const OwnerId id = table.Open(1, "")->id;
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 3; ++i) {
+      threads.emplace_back([&] {
+        while (true) {
+          auto call = table.Enter(id);
+          if (!call.ok()) return;
+          ++in_flight;
+          std::this_thread::yield();
+          --in_flight;
+        }
+      });
+    }
+    threads.emplace_back([&] {
+      auto call = table.Enter(id);
+      if (call.ok()) (void)table.Close(*call, [](Store::Released) {});
+    });
+    threads.emplace_back([&] {
+      while (releases == 0) {
+        table.ExpireLeases();
+        std::this_thread::yield();
+      }
+    });
+    for (std::thread& thread : threads) thread.join();
+    EXPECT_EQ(releases, 1);
+  }
+}
+
+}  // namespace
+}  // namespace ssmd
