@@ -1,16 +1,19 @@
 # Thin doors to the CMake presets. `make help` lists them.
 SHELL := /bin/bash
 JOBS ?= $(shell nproc)
+FUZZ_SECONDS ?= 30
 SOURCES := $(shell git ls-files -co --exclude-standard '*.cc' '*.h' 2>/dev/null)
 
-.PHONY: help demo test asan lint format bench deps build-% test-% clean
+.PHONY: help demo test asan fuzz mutate lint format bench deps build-% test-% clean
 
 help:
 	@echo "make demo    install what is missing, build, run the demo against a server of its own, stop it"
-	@echo "make test    install what is missing, build, run every test (dev preset, then asan)"
+	@echo "make test    install what is missing, build, run every test (presets dev, asan, tsan)"
+	@echo "make fuzz    one fuzzer per request type, FUZZ_SECONDS=30 each (needs clang and libclang-rt-14-dev)"
+	@echo "make mutate  shows that the tests notice the mistakes of tests/mutations.txt"
 	@echo "make lint    clang-format and clang-tidy over our sources"
-	@echo "make bench   CPU kernel table (release preset)"
-	@echo "make build-PRESET, make test-PRESET   with PRESET one of dev, release, asan"
+	@echo "make bench   CPU kernel table, then steps through the server (release preset)"
+	@echo "make build-PRESET, make test-PRESET   with PRESET one of dev, release, asan, tsan"
 	@echo "make deps    install the Debian packages of tools/packages.txt that are missing"
 	@echo "make clean   remove build/"
 
@@ -27,8 +30,15 @@ test-%: build-%
 demo: build-release
 	@tools/demo.sh
 
-test: build-dev build-asan
-	@tools/run_tests dev asan
+test: build-dev build-asan build-tsan
+	@tools/run_tests dev asan tsan
+
+# Each request type for FUZZ_SECONDS. Needs clang and its runtime (Debian: clang libclang-rt-14-dev).
+fuzz: build-fuzz
+	@tools/fuzz build/fuzz $(FUZZ_SECONDS)
+
+mutate: deps
+	@tools/mutate
 
 lint: build-dev
 	@clang-format --dry-run --Werror $(SOURCES)
@@ -39,6 +49,7 @@ format:
 
 bench: build-release
 	@build/release/bench/cpu_verify
+	@build/release/bench/bench_service
 
 clean:
 	rm -rf build

@@ -1,6 +1,6 @@
 // How near the CPU verify kernel comes to the memory bandwidth: one table.
 //
-//   bench_cpu_verify [threads]
+//   cpu_verify [threads] [--csv FILE]
 //
 // Shapes of the paper's evaluation, one layer, FP32 checkpoints of 384 MiB in all, h = 15 of L = 16
 // committed records. GB/s counts the checkpoint (read, and for a fold written); records and
@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <ctime>
 #include <functional>
 #include <thread>
@@ -123,8 +124,9 @@ class Bench {
         item.formats = &formats_;
         item.ring_layout = &ring_layout_;
         item.ring = ring_.data() + row * ring_layout_.slot_bytes;
-        item.source = source_ + row * shape_.state_elements();
-        item.target = fold ? target_ + row * shape_.state_elements() : nullptr;
+        item.source = reinterpret_cast<const std::byte*>(source_ + row * shape_.state_elements());
+        if (fold)
+          item.target_hp = reinterpret_cast<std::byte*>(target_ + row * shape_.state_elements());
         item.base = row;  // any origin
         item.tail = row + kCommitted;
         item.fold_to = item.tail;
@@ -160,7 +162,23 @@ class Bench {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const unsigned threads = argc > 1 ? static_cast<unsigned>(std::atoi(argv[1])) : 2;
+  unsigned threads = 2;
+  FILE* csv = nullptr;
+  for (int i = 1; i < argc; ++i) {
+    if (std::strcmp(argv[i], "--csv") == 0 && i + 1 < argc) {
+      csv = std::fopen(argv[++i], "w");
+      if (csv == nullptr) {
+        std::perror(argv[i]);
+        return 1;
+      }
+    } else if (const int count = std::atoi(argv[i]); count > 0) {
+      threads = static_cast<unsigned>(count);
+    } else {
+      std::fprintf(stderr, "usage: cpu_verify [threads] [--csv FILE]\n");
+      return 2;
+    }
+  }
+  if (csv != nullptr) std::fprintf(csv, "layer,threads,read_gb_s,draft_tokens,fold,gb_s,of_read\n");
   std::printf("%s, %u threads, h = %d, bf16 activations\n", ssmd::cpu::VectorTarget(), threads,
               static_cast<int>(kCommitted));
   std::printf("%-22s %9s %4s %5s %9s %8s\n", "layer", "read GB/s", "T", "fold", "GB/s", "of read");
@@ -173,7 +191,11 @@ int main(int argc, char** argv) {
         const double rate = bytes / bench.VerifySeconds(draft_tokens, fold) * 1e-9;
         std::printf("%-22s %9.1f %4u %5s %9.1f %7.0f%%\n", c.name, read, draft_tokens,
                     fold ? "yes" : "no", rate, 100 * rate / read);
+        if (csv != nullptr)
+          std::fprintf(csv, "%s,%u,%.2f,%u,%d,%.2f,%.3f\n", c.name, threads, read, draft_tokens,
+                       fold ? 1 : 0, rate, rate / read);
       }
     }
   }
+  if (csv != nullptr) std::fclose(csv);
 }

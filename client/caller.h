@@ -1,4 +1,4 @@
-// Caller: one unary call with its deadline and its attempts. Shared by Client and Session; private
+// Caller: one call with its deadline and its attempts. Shared by Client and Session; private
 // to client/. Thread-safe.
 #pragma once
 
@@ -34,6 +34,14 @@ class Caller {
     return response;
   }
 
+  // A streaming call; `run` is one whole attempt.
+  absl::Status Stream(Method method, const CallOptions& call,
+                      absl::FunctionRef<grpc::Status(grpc::ClientContext&, Stub&)> run) const {
+    return Attempt(RuleOf(method), false, call,
+                   [&](grpc::ClientContext& context) { return run(context, *stub_); });
+  }
+
+  Stub& stub() const { return *stub_; }
   grpc::Channel& channel() const { return *channel_; }
   const Client::Options& options() const { return options_; }
 

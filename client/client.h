@@ -36,6 +36,8 @@ struct CallOptions {
 struct SessionOptions {
   absl::Duration lease = absl::ZeroDuration();  // zero: the server's default
   std::string client_name;                      // for the server's logs; at most 128 bytes
+  // How long the server keeps the sequences for AdoptSequences when the lease ends; zero: not.
+  absl::Duration adoption = absl::ZeroDuration();
   // How often the background thread renews the lease; zero: a third of the granted lease.
   absl::Duration keep_alive_interval = absl::ZeroDuration();
 };

@@ -15,6 +15,7 @@ constexpr absl::string_view kReason = "ssmd/reason";
 constexpr absl::string_view kField = "ssmd/field";
 constexpr absl::string_view kRetryAfterNs = "ssmd/retry_after_ns";
 constexpr absl::string_view kStateLost = "STATE_LOST";
+constexpr absl::string_view kSessionExpired = "SESSION_EXPIRED";
 
 std::string Payload(const absl::Status& status, absl::string_view key) {
   auto payload = status.GetPayload(key);
@@ -64,6 +65,8 @@ std::optional<absl::Duration> ErrorRetryAfter(const absl::Status& status) {
 
 bool IsStateLost(const absl::Status& status) { return ErrorReason(status) == kStateLost; }
 
+bool IsSessionExpired(const absl::Status& status) { return ErrorReason(status) == kSessionExpired; }
+
 absl::Status StateLostError(absl::string_view message) {
   absl::Status status = absl::FailedPreconditionError(message);
   status.SetPayload(kReason, absl::Cord(kStateLost));
@@ -72,11 +75,21 @@ absl::Status StateLostError(absl::string_view message) {
 
 absl::Status FromGrpcStatus(const grpc::Status& status, absl::string_view method) {
   if (status.ok()) return absl::OkStatus();
-  absl::Status result(static_cast<absl::StatusCode>(status.error_code()),
-                      absl::StrCat(method, ": ", status.error_message()));
   google::rpc::Status details;
-  if (details.ParseFromString(status.error_details()))
-    for (const google::protobuf::Any& any : details.details()) AddDetail(any, result);
+  if (!details.ParseFromString(status.error_details())) details.Clear();
+  details.set_code(status.error_code());
+  details.set_message(status.error_message());
+  return FromRpcStatus(details, method);
+}
+
+absl::Status FromRpcStatus(const google::rpc::Status& status, absl::string_view method) {
+  if (status.code() == 0) return absl::OkStatus();
+  const auto code = static_cast<absl::StatusCode>(status.code());
+  // A server that lacks a method says nothing but UNIMPLEMENTED.
+  const std::string what =
+      status.message().empty() ? absl::StatusCodeToString(code) : status.message();
+  absl::Status result(code, absl::StrCat(method, ": ", what));
+  for (const google::protobuf::Any& any : status.details()) AddDetail(any, result);
   return result;
 }
 

@@ -16,6 +16,9 @@
 namespace grpc {
 class Status;
 }
+namespace google::rpc {
+class Status;
+}
 
 namespace ssmd::client {
 
@@ -39,10 +42,16 @@ std::optional<absl::Duration> ErrorRetryAfter(const absl::Status& status);
 // again (from snapshots made after the restart, or by sending its tokens again).
 bool IsStateLost(const absl::Status& status);
 
+// The lease ended: open a new session. Its sequences are released, or may be adopted for a while.
+bool IsSessionExpired(const absl::Status& status);
+
 // A status with reason STATE_LOST, as the server sends it.
 absl::Status StateLostError(absl::string_view message);
 
 // Code, message ("<method>: ...") and details of a gRPC status.
 absl::Status FromGrpcStatus(const grpc::Status& status, absl::string_view method);
+
+// The same of a status that travels inside a message (the Steps stream, a row's status).
+absl::Status FromRpcStatus(const google::rpc::Status& status, absl::string_view method);
 
 }  // namespace ssmd::client

@@ -17,6 +17,7 @@ constexpr absl::Duration kDelayMax = absl::Seconds(2);
 constexpr std::array<RetryRule, kMethodCount> kRules = {{
     // method                    name                resend                  gone    attempts
     {Method::kRegisterModel, "RegisterModel", Resend::kAlways, false, 8},
+    {Method::kUnregisterModel, "UnregisterModel", Resend::kAlways, true, 3},
     {Method::kGetCapabilities, "GetCapabilities", Resend::kAlways, false, 8},
     {Method::kOpenSession, "OpenSession", Resend::kAlways, false, 8},  // a lost one expires
     {Method::kKeepAlive, "KeepAlive", Resend::kAlways, false, 3},      // sent again soon anyway
@@ -24,6 +25,8 @@ constexpr std::array<RetryRule, kMethodCount> kRules = {{
     {Method::kCreateSequences, "CreateSequences", Resend::kWithRequestId, false, 8},
     {Method::kForkSequences, "ForkSequences", Resend::kWithRequestId, false, 8},
     {Method::kReleaseSequences, "ReleaseSequences", Resend::kAlways, true, 8},
+    {Method::kAdoptSequences, "AdoptSequences", Resend::kAlways, false, 8},  // ours: accepted
+    {Method::kFlushSequences, "FlushSequences", Resend::kAlways, false, 8},  // nothing left to fold
     {Method::kGetSequences, "GetSequences", Resend::kAlways, false, 8},
     {Method::kBeginStep, "BeginStep", Resend::kAlways, false, 8},  // equal rows: the open step
     {Method::kVerify, "Verify", Resend::kAlways, false, 8},        // recomputed, equal bytes
@@ -32,6 +35,11 @@ constexpr std::array<RetryRule, kMethodCount> kRules = {{
     {Method::kRollback, "Rollback", Resend::kAlways, false, 8},  // recorded reply
     {Method::kCreateSnapshot, "CreateSnapshot", Resend::kAlways, false, 8},
     {Method::kDeleteSnapshot, "DeleteSnapshot", Resend::kAlways, true, 8},
+    {Method::kLookupPrefix, "LookupPrefix", Resend::kAlways, false, 8},
+    {Method::kListSnapshots, "ListSnapshots", Resend::kAlways, false, 8},
+    {Method::kImportState, "ImportState", Resend::kNever, false, 8},  // may have been installed
+    {Method::kExportState, "ExportState", Resend::kAlways, false, 8},
+    {Method::kSteps, "Steps", Resend::kNever, false, 1},  // a stream is opened again by its owner
     {Method::kGetStatus, "GetStatus", Resend::kAlways, false, 8},
 }};
 
@@ -61,7 +69,8 @@ std::optional<absl::Duration> RetrySchedule::Next(const absl::Status& status,
   const bool refused = absl::IsResourceExhausted(status) && asked.has_value();
   const bool lost = absl::IsUnavailable(status) && ErrorReason(status).empty();
   if (lost) lost_ = true;
-  const bool resendable = rule_.resend == Resend::kAlways || has_request_id_;
+  const bool resendable = rule_.resend == Resend::kAlways ||
+                          (rule_.resend == Resend::kWithRequestId && has_request_id_);
   if (!refused && !(lost && resendable)) return std::nullopt;
   if (attempts_ >= rule_.attempts_max) return std::nullopt;
 

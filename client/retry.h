@@ -24,6 +24,7 @@ namespace ssmd::client {
 
 enum class Method : uint8_t {
   kRegisterModel,
+  kUnregisterModel,
   kGetCapabilities,
   kOpenSession,
   kKeepAlive,
@@ -31,6 +32,8 @@ enum class Method : uint8_t {
   kCreateSequences,
   kForkSequences,
   kReleaseSequences,
+  kAdoptSequences,
+  kFlushSequences,
   kGetSequences,
   kBeginStep,
   kVerify,
@@ -39,6 +42,11 @@ enum class Method : uint8_t {
   kRollback,
   kCreateSnapshot,
   kDeleteSnapshot,
+  kLookupPrefix,
+  kListSnapshots,
+  kImportState,
+  kExportState,
+  kSteps,
   kGetStatus,
 };
 inline constexpr size_t kMethodCount = static_cast<size_t>(Method::kGetStatus) + 1;
@@ -47,6 +55,7 @@ inline constexpr size_t kMethodCount = static_cast<size_t>(Method::kGetStatus) +
 enum class Resend : uint8_t {
   kAlways,         // a repeat has no further effect, or returns the recorded reply
   kWithRequestId,  // only with a nonzero request_id
+  kNever,          // the caller decides
 };
 
 struct RetryRule {

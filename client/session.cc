@@ -18,12 +18,40 @@ constexpr absl::Duration kRenewTimeoutMax = absl::Seconds(5);
 
 }  // namespace
 
+v1::BeginStepRequest BeginStepRequestOf(uint64_t model_id, absl::Span<const StepRow> rows,
+                                        const StepOptions& options) {
+  v1::BeginStepRequest request;
+  request.set_model_id(model_id);
+  bool any_commit_all = false;
+  for (const StepRow& row : rows) {
+    request.add_sequence_ids(row.sequence.id);
+    request.add_versions(row.sequence.version);
+    request.add_draft_tokens(row.draft_tokens);
+    any_commit_all = any_commit_all || row.commit_all;
+  }
+  if (any_commit_all)
+    for (const StepRow& row : rows)
+      request.add_commit_modes(row.commit_all ? v1::COMMIT_MODE_ALL : v1::COMMIT_MODE_COUNTS);
+  request.set_auto_commit(options.auto_commit);
+  request.set_allow_partial(options.allow_partial);
+  request.set_step_timeout_ms(static_cast<uint32_t>(absl::ToInt64Milliseconds(options.timeout)));
+  if (options.commit_first.has_value()) {
+    v1::CommitRequest& commit = *request.mutable_commit_first();
+    commit.set_model_id(model_id);
+    commit.set_step_id(options.commit_first->step_id);
+    commit.mutable_accepted()->Add(options.commit_first->accepted.begin(),
+                                   options.commit_first->accepted.end());
+  }
+  return request;
+}
+
 absl::StatusOr<std::unique_ptr<Session>> Session::Open(std::shared_ptr<Caller> caller,
                                                        const SessionOptions& options,
                                                        const CallOptions& call) {
   v1::OpenSessionRequest request;
   request.set_lease_ms(static_cast<uint32_t>(absl::ToInt64Milliseconds(options.lease)));
   request.set_client_name(options.client_name);
+  request.set_adoption_ms(static_cast<uint32_t>(absl::ToInt64Milliseconds(options.adoption)));
   absl::StatusOr<v1::OpenSessionResponse> opened =
       caller->Call(Method::kOpenSession, &Caller::Stub::OpenSession, request, call);
   if (!opened.ok()) return opened.status();
@@ -62,15 +90,35 @@ void Session::MarkLost(const absl::Status& status) {
   if (lost_.ok()) lost_ = status;
 }
 
+absl::Status Session::CheckUsable() const {
+  absl::MutexLock lock(&mu_);
+  if (!lost_.ok()) return lost_;
+  if (closed_) return absl::FailedPreconditionError("the session is closed");
+  return absl::OkStatus();
+}
+
+absl::Status Session::Judge(Method method, const absl::Status& status) {
+  // Only KeepAlive names nothing but the session, so its NOT_FOUND can mean nothing else.
+  if (IsStateLost(status) || IsSessionExpired(status) ||
+      (method == Method::kKeepAlive && absl::IsNotFound(status)))
+    MarkLost(status);
+  return status;
+}
+
+absl::Status Session::JudgeEpoch(Method method, uint64_t epoch) {
+  // An epoch of 0 is the empty reply of a call whose lost attempt had succeeded.
+  if (epoch == 0 || epoch == context_.server_epoch()) return absl::OkStatus();
+  MarkLost(StateLostError(
+      absl::StrCat(RuleOf(method).name, ": the server was restarted: session of epoch ",
+                   absl::Hex(context_.server_epoch()), ", reply of ", absl::Hex(epoch))));
+  return status();
+}
+
 // Checks around every call: before it that the session is usable, after it whose answer it was.
 template <typename Request, typename Response, typename Rpc>
 absl::StatusOr<Response> Session::Call(Method method, Rpc rpc, Request& request,
                                        const CallOptions& call) {
-  {
-    absl::MutexLock lock(&mu_);
-    if (!lost_.ok()) return lost_;
-    if (closed_) return absl::FailedPreconditionError("the session is closed");
-  }
+  if (absl::Status usable = CheckUsable(); !usable.ok()) return usable;
   *request.mutable_context() = context_;
   bool has_request_id = false;
   if constexpr (std::is_same_v<Request, v1::CreateSequencesRequest> ||
@@ -80,20 +128,8 @@ absl::StatusOr<Response> Session::Call(Method method, Rpc rpc, Request& request,
   }
   absl::StatusOr<Response> reply =
       caller_->Call<Request, Response>(method, rpc, request, call, has_request_id);
-  if (!reply.ok()) {
-    // Only KeepAlive names nothing but the session, so its NOT_FOUND can mean nothing else.
-    if (IsStateLost(reply.status()) ||
-        (method == Method::kKeepAlive && absl::IsNotFound(reply.status())))
-      MarkLost(reply.status());
-    return reply;
-  }
-  // An epoch of 0 is the empty reply of a call whose lost attempt had succeeded.
-  if (reply->server_epoch() != 0 && reply->server_epoch() != context_.server_epoch()) {
-    MarkLost(StateLostError(absl::StrCat(
-        RuleOf(method).name, ": the server was restarted: session of epoch ",
-        absl::Hex(context_.server_epoch()), ", reply of ", absl::Hex(reply->server_epoch()))));
-    return status();
-  }
+  if (!reply.ok()) return Judge(method, reply.status());
+  if (absl::Status same = JudgeEpoch(method, reply->server_epoch()); !same.ok()) return same;
   return reply;
 }
 
@@ -141,6 +177,20 @@ absl::StatusOr<v1::CloseSessionResponse> Session::Close(const CallOptions& call)
   return reply;
 }
 
+void Session::Abandon() {
+  StopThread();
+  absl::MutexLock lock(&mu_);
+  closed_ = true;
+}
+
+absl::StatusOr<v1::UnregisterModelResponse> Session::UnregisterModel(uint64_t model_id,
+                                                                     const CallOptions& call) {
+  v1::UnregisterModelRequest request;
+  request.set_model_id(model_id);
+  return Call<v1::UnregisterModelRequest, v1::UnregisterModelResponse>(
+      Method::kUnregisterModel, &Caller::Stub::UnregisterModel, request, call);
+}
+
 absl::StatusOr<v1::CreateSequencesResponse> Session::CreateSequences(uint64_t model_id,
                                                                      uint32_t count,
                                                                      const CallOptions& call) {
@@ -186,6 +236,28 @@ absl::StatusOr<v1::ReleaseSequencesResponse> Session::ReleaseSequences(
       Method::kReleaseSequences, &Caller::Stub::ReleaseSequences, request, call);
 }
 
+absl::StatusOr<v1::AdoptSequencesResponse> Session::AdoptSequences(uint64_t model_id,
+                                                                   uint64_t old_session_id,
+                                                                   absl::Span<const uint64_t> ids,
+                                                                   const CallOptions& call) {
+  v1::AdoptSequencesRequest request;
+  request.set_model_id(model_id);
+  request.set_old_session_id(old_session_id);
+  request.mutable_sequence_ids()->Add(ids.begin(), ids.end());
+  return Call<v1::AdoptSequencesRequest, v1::AdoptSequencesResponse>(
+      Method::kAdoptSequences, &Caller::Stub::AdoptSequences, request, call);
+}
+
+absl::StatusOr<v1::FlushSequencesResponse> Session::FlushSequences(uint64_t model_id,
+                                                                   absl::Span<const uint64_t> ids,
+                                                                   const CallOptions& call) {
+  v1::FlushSequencesRequest request;
+  request.set_model_id(model_id);
+  request.mutable_sequence_ids()->Add(ids.begin(), ids.end());
+  return Call<v1::FlushSequencesRequest, v1::FlushSequencesResponse>(
+      Method::kFlushSequences, &Caller::Stub::FlushSequences, request, call);
+}
+
 absl::StatusOr<v1::GetSequencesResponse> Session::GetSequences(uint64_t model_id,
                                                                absl::Span<const uint64_t> ids,
                                                                const CallOptions& call) {
@@ -200,15 +272,7 @@ absl::StatusOr<v1::BeginStepResponse> Session::BeginStep(uint64_t model_id,
                                                          absl::Span<const StepRow> rows,
                                                          const StepOptions& options,
                                                          const CallOptions& call) {
-  v1::BeginStepRequest request;
-  request.set_model_id(model_id);
-  for (const StepRow& row : rows) {
-    request.add_sequence_ids(row.sequence.id);
-    request.add_versions(row.sequence.version);
-    request.add_draft_tokens(row.draft_tokens);
-  }
-  request.set_auto_commit(options.auto_commit);
-  request.set_step_timeout_ms(static_cast<uint32_t>(absl::ToInt64Milliseconds(options.timeout)));
+  v1::BeginStepRequest request = BeginStepRequestOf(model_id, rows, options);
   return Call<v1::BeginStepRequest, v1::BeginStepResponse>(Method::kBeginStep,
                                                            &Caller::Stub::BeginStep, request, call);
 }
@@ -253,14 +317,15 @@ absl::StatusOr<v1::RollbackResponse> Session::Rollback(uint64_t model_id, Sequen
 absl::StatusOr<v1::CreateSnapshotResponse> Session::CreateSnapshot(uint64_t model_id,
                                                                    SequenceRef sequence,
                                                                    const v1::SnapshotKey& key,
-                                                                   bool overwrite,
+                                                                   const SnapshotOptions& options,
                                                                    const CallOptions& call) {
   v1::CreateSnapshotRequest request;
   request.set_model_id(model_id);
   request.set_sequence_id(sequence.id);
   request.set_version(sequence.version);
   *request.mutable_key() = key;
-  request.set_overwrite(overwrite);
+  request.set_overwrite(options.overwrite);
+  request.set_worker_window(options.worker_window);
   return Call<v1::CreateSnapshotRequest, v1::CreateSnapshotResponse>(
       Method::kCreateSnapshot, &Caller::Stub::CreateSnapshot, request, call);
 }
@@ -273,6 +338,73 @@ absl::StatusOr<v1::DeleteSnapshotResponse> Session::DeleteSnapshot(uint64_t mode
   *request.mutable_key() = key;
   return Call<v1::DeleteSnapshotRequest, v1::DeleteSnapshotResponse>(
       Method::kDeleteSnapshot, &Caller::Stub::DeleteSnapshot, request, call);
+}
+
+absl::StatusOr<v1::LookupPrefixResponse> Session::LookupPrefix(
+    uint64_t model_id, absl::Span<const std::string> digests, uint64_t position_max,
+    const CallOptions& call) {
+  v1::LookupPrefixRequest request;
+  request.set_model_id(model_id);
+  for (const std::string& digest : digests) request.add_digests(digest);
+  request.set_position_max(position_max);
+  return Call<v1::LookupPrefixRequest, v1::LookupPrefixResponse>(
+      Method::kLookupPrefix, &Caller::Stub::LookupPrefix, request, call);
+}
+
+absl::StatusOr<v1::ListSnapshotsResponse> Session::ListSnapshots(uint64_t model_id,
+                                                                 const std::string& page_token,
+                                                                 uint32_t page_size,
+                                                                 const CallOptions& call) {
+  v1::ListSnapshotsRequest request;
+  request.set_model_id(model_id);
+  request.set_page_token(page_token);
+  request.set_page_size(page_size);
+  return Call<v1::ListSnapshotsRequest, v1::ListSnapshotsResponse>(
+      Method::kListSnapshots, &Caller::Stub::ListSnapshots, request, call);
+}
+
+absl::StatusOr<ExportSummary> Session::ExportState(uint64_t model_id, const ExportSource& source,
+                                                   StateSink& sink, const CallOptions& call) {
+  if (absl::Status usable = CheckUsable(); !usable.ok()) return usable;
+  v1::ExportStateRequest request;
+  *request.mutable_context() = context_;
+  request.set_model_id(model_id);
+  if (const auto* sequence = std::get_if<SequenceRef>(&source)) {
+    request.set_sequence_id(sequence->id);
+    request.set_version(sequence->version);
+  } else {
+    *request.mutable_snapshot() = std::get<v1::SnapshotKey>(source);
+  }
+  ExportSummary summary;
+  absl::Status exported = caller_->Stream(Method::kExportState, call,
+                                          [&](grpc::ClientContext& context, Caller::Stub& stub) {
+                                            return RunExport(context, stub, request, sink, summary);
+                                          });
+  if (!exported.ok()) return Judge(Method::kExportState, exported);
+  if (absl::Status same = JudgeEpoch(Method::kExportState, summary.server_epoch); !same.ok())
+    return same;
+  return summary;
+}
+
+absl::StatusOr<v1::ImportStateResponse> Session::ImportState(uint64_t model_id,
+                                                             SequenceRef sequence,
+                                                             StateSource& source,
+                                                             const CallOptions& call) {
+  if (absl::Status usable = CheckUsable(); !usable.ok()) return usable;
+  v1::ImportStateRequest::Header header;
+  *header.mutable_context() = context_;
+  header.set_model_id(model_id);
+  header.set_sequence_id(sequence.id);
+  header.set_version(sequence.version);
+  v1::ImportStateResponse reply;
+  absl::Status imported = caller_->Stream(Method::kImportState, call,
+                                          [&](grpc::ClientContext& context, Caller::Stub& stub) {
+                                            return RunImport(context, stub, header, source, reply);
+                                          });
+  if (!imported.ok()) return Judge(Method::kImportState, imported);
+  if (absl::Status same = JudgeEpoch(Method::kImportState, reply.server_epoch()); !same.ok())
+    return same;
+  return reply;
 }
 
 }  // namespace ssmd::client

@@ -3,12 +3,14 @@
 // Open (Client::OpenSession) starts one thread that renews the lease every third of it, on the
 // steady clock, until Close or the destructor. Closing releases all sequences of the session.
 //
-// Lost sessions. When the server answers STATE_LOST or with another epoch (it was restarted), or no
-// longer knows the session (the lease ran out), status() says so for good, and every later call
-// returns that status at once: open a new session and create the sequences again. IsStateLost()
-// tells a restart from an expired lease.
+// Lost sessions. When the server answers STATE_LOST or with another epoch (it was restarted),
+// SESSION_EXPIRED (the lease ran out), or no longer knows the session, status() says so for good,
+// and every later call returns that status at once: open a new session and create the sequences
+// again, or adopt them if this one asked to keep them. IsStateLost() tells a restart from an
+// expired lease.
 //
 // A step:   BeginStep -> Verify per layer, any order -> Commit | AbortStep
+// A worker that decodes uses decode_stream.h for it: the same calls on one stream.
 // Every call returns the server's reply or its error (errors.h); a failed call changed nothing
 // unless state_service.proto says otherwise. A sequence is named by its id and expected version.
 //
@@ -18,7 +20,9 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <thread>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -26,23 +30,39 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
 #include "client/client.h"
+#include "client/transfer.h"
 
 namespace ssmd::client {
-
-struct SequenceRef {
-  uint64_t id = 0;
-  uint64_t version = 0;  // expected
-};
 
 struct StepRow {
   SequenceRef sequence;
   uint32_t draft_tokens = 0;  // T: the last sampled token and its drafts; 0: a no-op row
+  bool commit_all = false;    // every token enters (prefill); its count in Commit must be T
+};
+
+// The commit of an earlier step, which rides on a BeginStep.
+struct StepCommit {
+  uint64_t step_id = 0;
+  std::vector<uint32_t> accepted;  // one per row
 };
 
 struct StepOptions {
   bool auto_commit = false;
   absl::Duration timeout = absl::ZeroDuration();  // of the open step; zero: the server's maximum
+  // A row with a bad sequence or version becomes padding; the reply's row_status says why.
+  bool allow_partial = false;
+  // Applied first. If it fails, nothing is begun and the call has its error.
+  std::optional<StepCommit> commit_first;
 };
+
+struct SnapshotOptions {
+  bool overwrite = false;
+  std::string worker_window;  // opaque, kept and returned as is; at most 1 MiB
+};
+
+// The message of a BeginStep, but for its context.
+v1::BeginStepRequest BeginStepRequestOf(uint64_t model_id, absl::Span<const StepRow> rows,
+                                        const StepOptions& options);
 
 class Session {
  public:
@@ -60,6 +80,13 @@ class Session {
   absl::StatusOr<v1::KeepAliveResponse> KeepAlive(const CallOptions& call = {});
   // Ends the thread and the session. After it every call answers FAILED_PRECONDITION.
   absl::StatusOr<v1::CloseSessionResponse> Close(const CallOptions& call = {});
+  // Ends the thread and leaves the lease to run out, so that the sequences can be adopted (when
+  // SessionOptions::adoption asked for it). After it every call answers FAILED_PRECONDITION.
+  void Abandon();
+
+  // Errors: FAILED_PRECONDITION while sequences of it live or wait for adoption.
+  absl::StatusOr<v1::UnregisterModelResponse> UnregisterModel(uint64_t model_id,
+                                                              const CallOptions& call = {});
 
   absl::StatusOr<v1::CreateSequencesResponse> CreateSequences(uint64_t model_id, uint32_t count,
                                                               const CallOptions& call = {});
@@ -73,6 +100,14 @@ class Session {
   absl::StatusOr<v1::ReleaseSequencesResponse> ReleaseSequences(uint64_t model_id,
                                                                 absl::Span<const uint64_t> ids,
                                                                 const CallOptions& call = {});
+  // Takes over sequences of a session that has ended; without ids: all of them in this model.
+  absl::StatusOr<v1::AdoptSequencesResponse> AdoptSequences(uint64_t model_id,
+                                                            uint64_t old_session_id,
+                                                            absl::Span<const uint64_t> ids = {},
+                                                            const CallOptions& call = {});
+  absl::StatusOr<v1::FlushSequencesResponse> FlushSequences(uint64_t model_id,
+                                                            absl::Span<const uint64_t> ids,
+                                                            const CallOptions& call = {});
   // Without ids: all of the session's.
   absl::StatusOr<v1::GetSequencesResponse> GetSequences(uint64_t model_id,
                                                         absl::Span<const uint64_t> ids = {},
@@ -95,14 +130,35 @@ class Session {
 
   absl::StatusOr<v1::CreateSnapshotResponse> CreateSnapshot(uint64_t model_id, SequenceRef sequence,
                                                             const v1::SnapshotKey& key,
-                                                            bool overwrite = false,
+                                                            const SnapshotOptions& options = {},
                                                             const CallOptions& call = {});
   absl::StatusOr<v1::DeleteSnapshotResponse> DeleteSnapshot(uint64_t model_id,
                                                             const v1::SnapshotKey& key,
                                                             const CallOptions& call = {});
+  absl::StatusOr<v1::LookupPrefixResponse> LookupPrefix(uint64_t model_id,
+                                                        absl::Span<const std::string> digests,
+                                                        uint64_t position_max,
+                                                        const CallOptions& call = {});
+  // One page; page_token: of the reply before, "" for the first.
+  absl::StatusOr<v1::ListSnapshotsResponse> ListSnapshots(uint64_t model_id,
+                                                          const std::string& page_token = "",
+                                                          uint32_t page_size = 0,
+                                                          const CallOptions& call = {});
+
+  // Reads out a sequence or a snapshot; transfer.h has sinks. A lost connection starts it over:
+  // `sink.Begin` is called again. The call's timeout is for the whole transfer.
+  // Errors: the sink's; DATA_LOSS when the bytes do not match the server's checksum.
+  absl::StatusOr<ExportSummary> ExportState(uint64_t model_id, const ExportSource& source,
+                                            StateSink& sink, const CallOptions& call = {});
+  // Replaces a sequence's state by what `source` reads. Not sent again when it is lost: ask for the
+  // sequence's version (GetSequences), and repeat the whole while that is unchanged.
+  absl::StatusOr<v1::ImportStateResponse> ImportState(uint64_t model_id, SequenceRef sequence,
+                                                      StateSource& source,
+                                                      const CallOptions& call = {});
 
  private:
   friend class Client;
+  friend class DecodeStream;
 
   static absl::StatusOr<std::unique_ptr<Session>> Open(std::shared_ptr<Caller> caller,
                                                        const SessionOptions& options,
@@ -110,6 +166,10 @@ class Session {
   Session(std::shared_ptr<Caller> caller, const v1::OpenSessionResponse& opened,
           absl::Duration keep_alive_interval);
 
+  absl::Status CheckUsable() const ABSL_LOCKS_EXCLUDED(mu_);
+  // What an error, or the epoch of a reply, says about the session.
+  absl::Status Judge(Method method, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status JudgeEpoch(Method method, uint64_t epoch) ABSL_LOCKS_EXCLUDED(mu_);
   template <typename Request, typename Response, typename Rpc>
   absl::StatusOr<Response> Call(Method method, Rpc rpc, Request& request, const CallOptions& call);
   void MarkLost(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);

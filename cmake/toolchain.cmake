@@ -1,7 +1,9 @@
 # Compiler cache, linker, sanitizers, and the one place where warnings are chosen.
 find_program(SSMD_CCACHE ccache)
 if(SSMD_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
-  set(CMAKE_CXX_COMPILER_LAUNCHER ${SSMD_CCACHE})
+  # Paths relative to the source tree: clones in different folders share what they compiled.
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_BASEDIR=${PROJECT_SOURCE_DIR}
+      CCACHE_NOHASHDIR=1 ${SSMD_CCACHE})
 endif()
 find_program(SSMD_MOLD mold)
 if(SSMD_MOLD)

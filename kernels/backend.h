@@ -40,7 +40,7 @@ class Backend {
 
   // Makes a slot an empty sequence: cursors reset as one unit, zero page, no history.
   // Requires: the slot is free.
-  virtual void ClearSlot(SlotIndex slot, uint32_t window) = 0;
+  virtual void ClearSlot(SlotIndex slot, uint32_t window, uint64_t rounding_key) = 0;
 
   // Plans a step: flush decision, source and target pages, ring positions, per row.
   // Errors: ABORTED + VERSION_MISMATCH; RESOURCE_EXHAUSTED + NO_PAGE when a mandatory fold finds no
@@ -64,6 +64,22 @@ class Backend {
   // Errors: ABORTED + VERSION_MISMATCH; OUT_OF_RANGE + ROLLBACK_FLOOR outside [base, tail].
   virtual absl::Status Rollback(SlotIndex slot, uint64_t version, uint64_t position) = 0;
 
+  // Folds committed records, all but K, into a fresh page now. Returns false when there is nothing
+  // to fold. Requires: no step or import is open on the slot. Errors: RESOURCE_EXHAUSTED + NO_PAGE.
+  virtual absl::StatusOr<bool> FlushSlot(SlotIndex slot) = 0;
+
+  // Import: Begin takes a page; WriteImport fills it layer by layer; End makes it the slot's state
+  // at `position` (version + 1), or Abort gives it back and nothing changed. `windows`, raw form:
+  // per layer [w - 1, channels] in activation dtype. Requires: no step is open; until End or Abort
+  // the slot accepts only CopySlot. Errors of BeginImport: ABORTED + VERSION_MISMATCH,
+  // RESOURCE_EXHAUSTED + NO_PAGE.
+  virtual absl::Status BeginImport(SlotIndex slot, uint64_t version) = 0;
+  virtual void WriteImport(SlotIndex slot, uint32_t layer, uint64_t position,
+                           absl::Span<const float> state) = 0;
+  virtual void EndImport(SlotIndex slot, uint64_t position,
+                         absl::Span<const std::vector<std::byte>> windows) = 0;
+  virtual void AbortImport(SlotIndex slot) = 0;
+
   // The child shares the page (a reference) and gets copies of the records [base, position).
   // Errors: OUT_OF_RANGE + ROLLBACK_FLOOR when position lies outside [base, tail].
   virtual absl::Status CopySlot(const CopySlotParams& params) = 0;
@@ -76,8 +92,14 @@ class Backend {
   virtual absl::Status ReadState(SlotIndex slot, uint32_t layer, uint64_t position,
                                  absl::Span<float> state) = 0;
 
+  // Raw form: the convolution window before `position`, [w - 1, channels] in activation dtype,
+  // oldest token first. Errors: as ReadState.
+  virtual absl::Status ReadWindow(SlotIndex slot, uint32_t layer, uint64_t position,
+                                  absl::Span<std::byte> window) = 0;
+
   virtual SlotCursor ReadCursor(SlotIndex slot) = 0;
   virtual PageCounts ReadPageCounts() = 0;
+  virtual BackgroundBytes ReadBackgroundBytes() = 0;
 };
 
 // Backends are made by the server or embedder and handed to the store.

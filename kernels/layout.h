@@ -47,11 +47,14 @@ struct LayerShape {
   uint32_t key_group_count = 0;  // divides head_count
   uint32_t d_k = 0;              // multiple of 16, at most kDimMax
   uint32_t d_v = 0;              // multiple of 8, at most kDimMax
+  uint32_t conv_width = 0;       // w: raw form, 2..4; 0: post_conv form, no window
 
   constexpr bool is_delta_rule() const { return family != Family::kMamba2; }
   constexpr uint32_t heads_per_group() const { return head_count / key_group_count; }
   // Decays of one head and token: one scalar, or one per key channel (KDA).
   constexpr uint32_t decays_per_head() const { return family == Family::kKda ? d_k : 1; }
+  // Channels of the short convolution: x|B|C or q|k|v.
+  constexpr uint32_t conv_channels() const { return head_count * d_v + 2 * key_group_count * d_k; }
   constexpr uint64_t state_elements() const { return uint64_t{head_count} * d_v * d_k; }
   friend constexpr bool operator==(const LayerShape&, const LayerShape&) = default;
 };
@@ -130,6 +133,12 @@ constexpr RingLayout MakeRingLayout(const LayerShape& shape, const Formats& form
   if (shape.is_delta_rule() && formats.two_precision()) {
     ring.target = place(values * DtypeBytes(formats.activation));
     ring.beta = place(uint64_t{shape.head_count} * sizeof(float));
+  }
+  if (shape.conv_width > 0) {  // its own modulus: the window before `base` must survive too
+    ring.conv_rows = ring_records + shape.conv_width - 1;
+    ring.conv = {end,
+                 RoundUp(uint64_t{shape.conv_channels()} * DtypeBytes(formats.activation), 16)};
+    end = RoundUp(end + ring.conv.row_bytes * ring.conv_rows, 128);
   }
   ring.slot_bytes = end;
   return ring;

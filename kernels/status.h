@@ -39,7 +39,10 @@ namespace reason {
 inline constexpr absl::string_view kVersionMismatch = "VERSION_MISMATCH";
 inline constexpr absl::string_view kStepAborted = "STEP_ABORTED";
 inline constexpr absl::string_view kStateLost = "STATE_LOST";
+// The session is unknown, closed or expired; everything of it is gone or kept for adoption.
+inline constexpr absl::string_view kSessionExpired = "SESSION_EXPIRED";
 inline constexpr absl::string_view kStepOpen = "STEP_OPEN";
+inline constexpr absl::string_view kImportOpen = "IMPORT_OPEN";
 inline constexpr absl::string_view kLayersMissing = "LAYERS_MISSING";
 inline constexpr absl::string_view kRollbackFloor = "ROLLBACK_FLOOR";
 inline constexpr absl::string_view kNoSlot = "NO_SLOT";

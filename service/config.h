@@ -1,8 +1,14 @@
-// What one server process is told: flags, their defaults and their checks.
+// What one server process is told: settings, their defaults and their checks.
+//
+// A setting `lease-max-ms` is the flag --lease-max-ms, the environment variable SSMD_LEASE_MAX_MS
+// and the key lease-max-ms of the file that --config (or SSMD_CONFIG) names. A flag wins over the
+// environment, that over the file, that over the default; every value given is checked, even one
+// that loses.
 #pragma once
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -25,15 +31,23 @@ struct ServerConfig {
 
   uint64_t state_bytes_max = uint64_t{1} << 30;  // pools of all models together
   uint32_t models_max = 16;
-  uint32_t compute_threads = 0;     // 0: one per hardware thread
-  uint32_t verify_workers = 2;      // Verify calls that run at one time
-  uint32_t verify_queue_max = 256;  // Verify calls that wait
+  uint32_t compute_threads = 0;                  // 0: one per hardware thread
+  uint32_t verify_workers = 2;                   // Verify calls that run at one time
+  uint32_t verify_queue_max = 256;               // Verify calls that wait
+  uint64_t verify_queue_bytes_max = 256u << 20;  // memory of their requests
+  uint32_t flush_threads = 1;                    // of background flushes; 0: none
+  uint32_t imports_max = 4;                      // imports that run at one time
+  uint32_t stream_calls_max = 16;                // calls of one Steps stream in work
+  uint32_t stream_begins_max = 4;                // of them, BeginSteps held for an open step
+  uint32_t chunk_bytes_max = 1u << 20;           // of one Import or Export chunk
   CapacityDefaults capacity;
+  std::vector<std::string> model_files;  // registered at start; see model_files.h
 
   uint32_t sessions_max = 1024;
   uint32_t lease_ms_default = 30'000;
   uint32_t lease_ms_min = 1'000;
   uint32_t lease_ms_max = 600'000;
+  uint32_t adoption_ms_max = 600'000;
   uint32_t step_timeout_ms_max = 60'000;
   uint32_t sweep_interval_ms = 100;  // how often leases and step deadlines are looked at
   uint32_t drain_timeout_ms = 5'000;
@@ -47,11 +61,15 @@ struct ServerConfig {
 struct CommandLine {
   bool run = false;
   ServerConfig config;  // when run
-  int exit_code = 0;    // when not: 0 after --help and --version, 2 after a mistake
+  int exit_code = 0;    // when not: 0 after --help, --version, --print-config; 2 after a mistake
   std::string text;     // when not: for stdout when exit_code is 0, else stderr
 };
 
-CommandLine ParseCommandLine(int argc, const char* const* argv);
+// `environment`: null, or "NAME=VALUE" strings and a null pointer, as in environ. Names that do not
+// begin with SSMD_ are ignored, and so are those that Kubernetes makes of a Service's name
+// (SSMD_PORT, SSMD_SERVICE_HOST, SSMD_PORT_50051_TCP_ADDR, ...).
+CommandLine ParseCommandLine(int argc, const char* const* argv,
+                             const char* const* environment = nullptr);
 
 // Checks that involve more than one field, for configurations from anywhere.
 absl::Status ValidateConfig(const ServerConfig& config);

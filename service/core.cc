@@ -20,55 +20,70 @@ ServiceCore::ServiceCore(const ServerConfig& server_config, Clock injected_clock
       epoch(RandomId()),
       started(clock()),
       executor_(ThreadCount(config.compute_threads)),
-      device(config.state_bytes_max, &executor_),
+      flush_threads_(config.flush_threads),
+      device(config.state_bytes_max, &executor_,
+             config.flush_threads > 0 ? &flush_threads_ : nullptr),
       models({.models_max = config.models_max,
               .defaults = config.capacity,
               .server_epoch = epoch,
               .poison_garbage = config.poison_garbage},
              [this](const BackendSpec& spec) { return device.CreateBackend(spec); }),
+      transfers(config.imports_max),
       sessions({.sessions_max = config.sessions_max,
                 .lease_ms_default = config.lease_ms_default,
                 .lease_ms_min = config.lease_ms_min,
-                .lease_ms_max = config.lease_ms_max},
-               clock, [this](OwnerId owner) { return ReleaseOwner(owner); }),
+                .lease_ms_max = config.lease_ms_max,
+                .adoption_ms_max = config.adoption_ms_max},
+               clock,
+               [this](OwnerId owner, SessionTable::Sequences sequences) {
+                 return EndOwner(owner, sequences);
+               }),
       metrics(kBackendName),
       collector(std::make_shared<StoreCollector>(&models, [this] { return ReadGauges(); })),
-      verify_queue(config.verify_workers, config.verify_queue_max) {}
+      verify_queue(config.verify_workers, config.verify_queue_max, config.verify_queue_bytes_max) {}
 
-Store::Released ServiceCore::ReleaseOwner(OwnerId owner) {
+Store::Released ServiceCore::EndOwner(OwnerId owner, SessionTable::Sequences sequences) {
+  transfers.EndOwner(owner);
+  const bool keep = sequences == SessionTable::Sequences::kKeep;
   Store::Released total;
-  for (Model* model : models.All()) {
-    const Store::Released released = model->store->ReleaseOwner(owner);
+  for (const ModelRef& model : models.All()) {
+    const Store::Released released =
+        keep ? model->store->DetachOwner(owner) : model->store->ReleaseOwner(owner);
     total.sequences += released.sequences;
     total.steps += released.steps;
   }
-  spdlog::info("session {:#018x} ended: {} sequences released, {} steps aborted",
-               static_cast<uint64_t>(owner), total.sequences, total.steps);
+  spdlog::info("session {:#018x} ended: {} sequences {}, {} steps aborted",
+               static_cast<uint64_t>(owner), total.sequences,
+               keep ? "kept for adoption" : "released", total.steps);
+  streams.StepMayHaveEnded(owner);
   return total;
 }
 
 void ServiceCore::Sweep() {
   const absl::Time now = clock();
-  for (Model* model : models.All()) {
+  for (const ModelRef& model : models.All()) {
     const uint32_t expired = model->store->AbortExpired(now);
     if (expired > 0)
       spdlog::warn("model {}: {} steps passed their timeout", model->description.name, expired);
   }
   const uint32_t sessions_expired = sessions.ExpireLeases();
   if (sessions_expired > 0) spdlog::warn("{} leases ran out", sessions_expired);
+  streams.CheckAllHeld();
 }
 
 uint32_t ServiceCore::LiveSequences() const {
   uint32_t sequences = 0;
-  for (const Model* model : models.All()) sequences += model->store->usage().sequences;
+  for (const ModelRef& model : models.All()) sequences += model->store->usage().sequences;
   return sequences;
 }
 
 ServerGauges ServiceCore::ReadGauges() const {
   return {.sessions = sessions.size(),
+          .sessions_kept = sessions.kept_count(),
           .sessions_opened = sessions.opened_count(),
           .lease_expirations = sessions.expired_count(),
           .verify_queue_depth = verify_queue.depth(),
+          .verify_queue_bytes = verify_queue.bytes(),
           .verify_running = verify_queue.running(),
           .state_bytes_reserved = device.bytes_used(),
           .state_bytes_max = device.bytes_max(),

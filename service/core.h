@@ -14,6 +14,8 @@
 #include "service/models.h"
 #include "service/sessions.h"
 #include "service/store_collector.h"
+#include "service/stream_table.h"
+#include "service/transfer_table.h"
 #include "service/verify_queue.h"
 
 namespace ssmd {
@@ -26,8 +28,9 @@ class ServiceCore {
  public:
   ServiceCore(const ServerConfig& server_config, Clock injected_clock);
 
-  // Aborts the owner's steps and releases its sequences in every model.
-  Store::Released ReleaseOwner(OwnerId owner);
+  // Ends what an owner has open in every model: transfers, steps, imports, and its sequences unless
+  // they are kept for adoption.
+  Store::Released EndOwner(OwnerId owner, SessionTable::Sequences sequences);
   // Ends sessions and steps whose time is over.
   void Sweep();
   uint32_t LiveSequences() const;
@@ -43,11 +46,14 @@ class ServiceCore {
 
  private:
   cpu::ThreadPool executor_;
+  cpu::BackgroundThreads flush_threads_;
 
  public:
   cpu::CpuDevice device;
   ModelTable models;
+  TransferTable transfers;
   SessionTable sessions;
+  StreamTable streams;
   Metrics metrics;
   std::shared_ptr<StoreCollector> collector;  // scraped through a weak pointer
   VerifyQueue verify_queue;                   // last: its tasks use all of the above

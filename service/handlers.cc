@@ -3,6 +3,9 @@
 #include <spdlog/spdlog.h>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "service/state_transfer.h"
+#include "service/status_map.h"
 
 namespace ssmd::handlers {
 namespace {
@@ -52,8 +55,12 @@ absl::Status GetCapabilities(ServiceCore& core, const v1::GetCapabilitiesRequest
   response.set_lease_ms_max(config.lease_ms_max);
   response.set_step_timeout_ms_max(config.step_timeout_ms_max);
   response.set_verify_queue_max(config.verify_queue_max);
+  response.set_adoption_ms_max(config.adoption_ms_max);
+  response.set_stream_calls_max(config.stream_calls_max);
+  response.set_stream_begins_max(config.stream_begins_max);
+  response.set_chunk_bytes_max(static_cast<uint32_t>(ChunkBytesMax(config)));
   if (request.model_id() == 0) return absl::OkStatus();
-  SSMD_ASSIGN_OR_RETURN(const Model* model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
   ToProto(model->description, *response.mutable_spec());
   ToProto(model->store->capacity(), *response.mutable_capacity());
   ToProto(*model, *response.mutable_footprint());
@@ -64,8 +71,9 @@ absl::Status OpenSession(ServiceCore& core, const v1::OpenSessionRequest& reques
                          v1::OpenSessionResponse& response) {
   SSMD_RETURN_IF_ERROR(core.CheckServing());
   SSMD_RETURN_IF_ERROR(CheckClientName(request.client_name()));
-  SSMD_ASSIGN_OR_RETURN(const SessionTable::Opened opened,
-                        core.sessions.Open(request.lease_ms(), request.client_name()));
+  SSMD_ASSIGN_OR_RETURN(
+      const SessionTable::Opened opened,
+      core.sessions.Open(request.lease_ms(), request.client_name(), request.adoption_ms()));
   spdlog::info("session {:#018x} opened by '{}', lease {} ms", static_cast<uint64_t>(opened.id),
                request.client_name(), opened.lease_ms);
   response.set_session_id(static_cast<uint64_t>(opened.id));
@@ -83,7 +91,7 @@ absl::Status GetStatus(ServiceCore& core, const v1::GetStatusRequest&,
   response.set_draining(core.draining.load());
   response.set_state_bytes_used(core.device.bytes_used());
   response.set_state_bytes_max(core.device.bytes_max());
-  for (const Model* model : core.models.All()) {
+  for (const ModelRef& model : core.models.All()) {
     const StoreUsage usage = model->store->usage();
     const StoreCounters counters = model->store->counters();
     v1::ModelStatus& status = *response.add_models();
@@ -99,7 +107,8 @@ absl::Status GetStatus(ServiceCore& core, const v1::GetStatusRequest&,
     status.set_steps_committed(counters.steps_committed);
     status.set_steps_aborted(counters.steps_aborted);
     status.set_tokens_accepted(counters.tokens_accepted);
-    status.set_flushes(counters.flushes_fused);
+    status.set_flushes(counters.flushes_fused + counters.flushes_background +
+                       counters.flushes_requested);
   }
   return absl::OkStatus();
 }
@@ -114,7 +123,7 @@ absl::Status CreateSequences(ServiceCore& core, Session& session,
                              const v1::CreateSequencesRequest& request,
                              v1::CreateSequencesResponse& response) {
   SSMD_RETURN_IF_ERROR(core.CheckServing());
-  SSMD_ASSIGN_OR_RETURN(const Model* model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
   std::optional<SnapshotKey> snapshot;
   if (request.has_from_snapshot()) {
     SSMD_ASSIGN_OR_RETURN(snapshot, ParseSnapshotKey("from_snapshot", request.from_snapshot()));
@@ -129,6 +138,7 @@ absl::Status CreateSequences(ServiceCore& core, Session& session,
   SSMD_ASSIGN_OR_RETURN(const NewSequences created,
                         session.Once(request.request_id(), arguments, create));
   FillNewSequences(created, response);
+  response.set_worker_window(created.worker_window);
   return absl::OkStatus();
 }
 
@@ -136,7 +146,7 @@ absl::Status ForkSequences(ServiceCore& core, Session& session,
                            const v1::ForkSequencesRequest& request,
                            v1::ForkSequencesResponse& response) {
   SSMD_RETURN_IF_ERROR(core.CheckServing());
-  SSMD_ASSIGN_OR_RETURN(const Model* model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
   std::optional<uint64_t> position;
   if (request.has_position()) position = request.position();
   const std::string arguments =
@@ -155,7 +165,7 @@ absl::Status ForkSequences(ServiceCore& core, Session& session,
 absl::Status ReleaseSequences(ServiceCore& core, Session& session,
                               const v1::ReleaseSequencesRequest& request,
                               v1::ReleaseSequencesResponse&) {
-  SSMD_ASSIGN_OR_RETURN(const Model* model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
   SSMD_ASSIGN_OR_RETURN(
       const std::vector<SequenceId> ids,
       ParseSequenceIds(request.sequence_ids(), model->store->capacity().sequences_max));
@@ -165,7 +175,7 @@ absl::Status ReleaseSequences(ServiceCore& core, Session& session,
 absl::Status GetSequences(ServiceCore& core, Session& session,
                           const v1::GetSequencesRequest& request,
                           v1::GetSequencesResponse& response) {
-  SSMD_ASSIGN_OR_RETURN(const Model* model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
   std::vector<SequenceState> states;
   if (request.sequence_ids().empty()) {
     states = model->store->GetAll(session.id());
@@ -182,25 +192,58 @@ absl::Status GetSequences(ServiceCore& core, Session& session,
   return absl::OkStatus();
 }
 
+namespace {
+
+absl::Status Annotated(const absl::Status& status, absl::string_view prefix) {
+  absl::Status named(status.code(), absl::StrCat(prefix, ": ", status.message()));
+  status.ForEachPayload(
+      [&](absl::string_view key, const absl::Cord& value) { named.SetPayload(key, value); });
+  return named;
+}
+
+// The commit that rides on a BeginStep; its context and model are the BeginStep's.
+absl::Status CommitFirst(ServiceCore& core, Session& session, const v1::BeginStepRequest& request,
+                         v1::CommitResponse& response) {
+  v1::CommitRequest commit = request.commit_first();
+  if (commit.model_id() != 0 && commit.model_id() != request.model_id()) {
+    return InvalidField("commit_first.model_id",
+                        absl::StrFormat("commit_first.model_id: expected none or the step's "
+                                        "0x%016x, got 0x%016x",
+                                        request.model_id(), commit.model_id()));
+  }
+  commit.set_model_id(request.model_id());
+  SSMD_RETURN_IF_ERROR(Commit(core, session, commit, response));
+  response.set_server_epoch(core.epoch);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
 absl::Status BeginStep(ServiceCore& core, Session& session, const v1::BeginStepRequest& request,
                        v1::BeginStepResponse& response) {
-  SSMD_ASSIGN_OR_RETURN(const Model* model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
   SSMD_ASSIGN_OR_RETURN(
       ParsedStep parsed,
       ParseBeginStep(request, {.rows_max = model->store->capacity().rows_max,
                                .draft_tokens_max = model->store->geometry().draft_tokens_max,
                                .step_timeout_ms_max = core.config.step_timeout_ms_max}));
+  if (request.has_commit_first()) {
+    const absl::Status status = CommitFirst(core, session, request, *response.mutable_committed());
+    if (!status.ok()) return Annotated(status, "commit_first");
+  }
   parsed.request.deadline = core.clock() + absl::Milliseconds(parsed.step_timeout_ms);
   SSMD_ASSIGN_OR_RETURN(const OpenStep step, model->store->BeginStep(session.id(), parsed.request));
   response.set_step_id(static_cast<uint64_t>(step.id));
   for (const uint64_t position : step.positions) response.add_positions(position);
   response.set_flushing_rows(step.folds);
+  for (const absl::Status& status : step.row_status)
+    *response.add_row_status() = ToRpcStatus(status);
   return absl::OkStatus();
 }
 
 absl::Status Commit(ServiceCore& core, Session& session, const v1::CommitRequest& request,
                     v1::CommitResponse& response) {
-  SSMD_ASSIGN_OR_RETURN(const Model* model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
   const absl::Span<const uint32_t> accepted(request.accepted().data(), request.accepted_size());
   SSMD_ASSIGN_OR_RETURN(const CommitResult result,
                         model->store->Commit(session.id(), StepId{request.step_id()}, accepted));
@@ -211,13 +254,13 @@ absl::Status Commit(ServiceCore& core, Session& session, const v1::CommitRequest
 
 absl::Status AbortStep(ServiceCore& core, Session& session, const v1::AbortStepRequest& request,
                        v1::AbortStepResponse&) {
-  SSMD_ASSIGN_OR_RETURN(const Model* model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
   return model->store->Abort(session.id(), StepId{request.step_id()});
 }
 
 absl::Status Rollback(ServiceCore& core, Session& session, const v1::RollbackRequest& request,
                       v1::RollbackResponse& response) {
-  SSMD_ASSIGN_OR_RETURN(const Model* model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
   SSMD_ASSIGN_OR_RETURN(
       const SequenceState state,
       model->store->Rollback(session.id(), Named(request.sequence_id(), request.version()),
@@ -230,21 +273,89 @@ absl::Status Rollback(ServiceCore& core, Session& session, const v1::RollbackReq
 absl::Status CreateSnapshot(ServiceCore& core, Session& session,
                             const v1::CreateSnapshotRequest& request,
                             v1::CreateSnapshotResponse& response) {
-  SSMD_ASSIGN_OR_RETURN(const Model* model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
   SSMD_ASSIGN_OR_RETURN(const SnapshotKey key, ParseSnapshotKey("key", request.key()));
+  SSMD_RETURN_IF_ERROR(CheckWorkerWindow("worker_window", request.worker_window()));
   SSMD_ASSIGN_OR_RETURN(
       const bool created,
-      model->store->CreateSnapshot(session.id(), Named(request.sequence_id(), request.version()),
-                                   key, request.overwrite()));
+      model->store->CreateSnapshot(
+          session.id(), Named(request.sequence_id(), request.version()), key,
+          {.overwrite = request.overwrite(), .worker_window = request.worker_window()}));
   response.set_created(created);
   return absl::OkStatus();
 }
 
 absl::Status DeleteSnapshot(ServiceCore& core, Session&, const v1::DeleteSnapshotRequest& request,
                             v1::DeleteSnapshotResponse&) {
-  SSMD_ASSIGN_OR_RETURN(const Model* model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
   SSMD_ASSIGN_OR_RETURN(const SnapshotKey key, ParseSnapshotKey("key", request.key()));
   return model->store->DeleteSnapshot(key);
+}
+
+absl::Status UnregisterModel(ServiceCore& core, Session&, const v1::UnregisterModelRequest& request,
+                             v1::UnregisterModelResponse& response) {
+  SSMD_ASSIGN_OR_RETURN(const uint32_t snapshots, core.models.Unregister(request.model_id()));
+  spdlog::info("model {:#018x} unregistered, {} snapshots dropped", request.model_id(), snapshots);
+  response.set_snapshots_dropped(snapshots);
+  return absl::OkStatus();
+}
+
+absl::Status AdoptSequences(ServiceCore& core, Session& session,
+                            const v1::AdoptSequencesRequest& request,
+                            v1::AdoptSequencesResponse& response) {
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
+  std::vector<SequenceId> ids;
+  if (!request.sequence_ids().empty()) {
+    SSMD_ASSIGN_OR_RETURN(
+        ids, ParseSequenceIds(request.sequence_ids(), model->store->capacity().sequences_max));
+  }
+  SSMD_ASSIGN_OR_RETURN(
+      const std::vector<SequenceState> adopted,
+      core.sessions.Adopt(session, OwnerId{request.old_session_id()}, *model->store, ids));
+  for (const SequenceState& state : adopted) ToProto(state, *response.add_sequences());
+  return absl::OkStatus();
+}
+
+absl::Status FlushSequences(ServiceCore& core, Session& session,
+                            const v1::FlushSequencesRequest& request,
+                            v1::FlushSequencesResponse& response) {
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(
+      const std::vector<SequenceId> ids,
+      ParseSequenceIds(request.sequence_ids(), model->store->capacity().sequences_max));
+  SSMD_ASSIGN_OR_RETURN(const uint32_t flushed, model->store->Flush(session.id(), ids));
+  response.set_flushed(flushed);
+  return absl::OkStatus();
+}
+
+absl::Status LookupPrefix(ServiceCore& core, Session&, const v1::LookupPrefixRequest& request,
+                          v1::LookupPrefixResponse& response) {
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const std::vector<std::string> digests, ParseDigests(request.digests()));
+  const Store::Prefixes found = model->store->LookupPrefix(digests, request.position_max());
+  for (const SnapshotKey& key : found.keys) ToProto(key, *response.add_keys());
+  response.set_too_long(found.too_long);
+  core.metrics.CountPrefixLookup(!found.keys.empty()   ? Metrics::PrefixLookup::kHit
+                                 : found.too_long == 0 ? Metrics::PrefixLookup::kAbsent
+                                                       : Metrics::PrefixLookup::kTooLong);
+  return absl::OkStatus();
+}
+
+absl::Status ListSnapshots(ServiceCore& core, Session&, const v1::ListSnapshotsRequest& request,
+                           v1::ListSnapshotsResponse& response) {
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const uint32_t page_size, ParsePageSize(request.page_size()));
+  std::optional<SnapshotKey> after;
+  if (!request.page_token().empty()) {
+    SSMD_ASSIGN_OR_RETURN(after, ParsePageToken(model->id, request.page_token()));
+  }
+  std::vector<SnapshotKey> keys = model->store->ListSnapshots(after, page_size + 1);
+  if (keys.size() > page_size) {  // one more than asked: there is a next page
+    keys.pop_back();
+    response.set_next_page_token(MakePageToken(model->id, keys.back()));
+  }
+  for (const SnapshotKey& key : keys) ToProto(key, *response.add_keys());
+  return absl::OkStatus();
 }
 
 absl::StatusOr<PreparedVerify> PrepareVerify(ServiceCore& core, Session& session,
@@ -263,13 +374,15 @@ absl::StatusOr<PreparedVerify> PrepareVerify(ServiceCore& core, Session& session
   prepared.layer_id = request.layer_id();
   prepared.expected = {.shape = store.geometry().layers[layer->second],
                        .formats = store.geometry().formats,
+                       .raw = prepared.model->description.input_form == InputForm::kRaw,
                        .token_count = token_count,
                        .message_bytes_max = core.config.message_bytes_max};
   SSMD_ASSIGN_OR_RETURN(prepared.tensors, ParseVerifyTensors(request, prepared.expected));
   prepared.request = {.step = step,
                       .layer = layer->second,
                       .token_count = token_count,
-                      .inputs = prepared.tensors.inputs};
+                      .inputs = prepared.tensors.inputs,
+                      .raw = prepared.tensors.raw};
   return prepared;
 }
 
@@ -282,11 +395,7 @@ absl::Status RunVerify(PreparedVerify& prepared, OwnerId owner, v1::VerifyRespon
     return absl::OkStatus();
   }
   // The store counts layers; the caller knows them by the ids it registered.
-  absl::Status named(verified.status().code(), absl::StrCat("layer_id ", prepared.layer_id, ": ",
-                                                            verified.status().message()));
-  verified.status().ForEachPayload(
-      [&](absl::string_view key, const absl::Cord& value) { named.SetPayload(key, value); });
-  return named;
+  return Annotated(verified.status(), absl::StrCat("layer_id ", prepared.layer_id));
 }
 
 }  // namespace ssmd::handlers

@@ -36,10 +36,20 @@ absl::Status CreateSnapshot(ServiceCore&, Session&, const v1::CreateSnapshotRequ
                             v1::CreateSnapshotResponse&);
 absl::Status DeleteSnapshot(ServiceCore&, Session&, const v1::DeleteSnapshotRequest&,
                             v1::DeleteSnapshotResponse&);
+absl::Status UnregisterModel(ServiceCore&, Session&, const v1::UnregisterModelRequest&,
+                             v1::UnregisterModelResponse&);
+absl::Status AdoptSequences(ServiceCore&, Session&, const v1::AdoptSequencesRequest&,
+                            v1::AdoptSequencesResponse&);
+absl::Status FlushSequences(ServiceCore&, Session&, const v1::FlushSequencesRequest&,
+                            v1::FlushSequencesResponse&);
+absl::Status LookupPrefix(ServiceCore&, Session&, const v1::LookupPrefixRequest&,
+                          v1::LookupPrefixResponse&);
+absl::Status ListSnapshots(ServiceCore&, Session&, const v1::ListSnapshotsRequest&,
+                           v1::ListSnapshotsResponse&);
 
 // A Verify whose request has been checked; points into the request, which must outlive it.
 struct PreparedVerify {
-  Model* model = nullptr;
+  ModelRef model;
   uint32_t layer_id = 0;  // the worker's number
   VerifyRequest request;  // output not set
   TensorExpectations expected;

@@ -16,10 +16,11 @@ namespace ssmd {
 namespace {
 
 constexpr const char* kMethodNames[] = {
-    "RegisterModel",   "GetCapabilities", "OpenSession",      "KeepAlive",    "CloseSession",
-    "CreateSequences", "ForkSequences",   "ReleaseSequences", "GetSequences", "BeginStep",
-    "Verify",          "Commit",          "AbortStep",        "Rollback",     "CreateSnapshot",
-    "DeleteSnapshot",  "GetStatus"};
+    "RegisterModel",   "GetCapabilities", "OpenSession",      "KeepAlive",      "CloseSession",
+    "CreateSequences", "ForkSequences",   "ReleaseSequences", "GetSequences",   "BeginStep",
+    "Verify",          "Commit",          "AbortStep",        "Rollback",       "CreateSnapshot",
+    "DeleteSnapshot",  "GetStatus",       "UnregisterModel",  "AdoptSequences", "FlushSequences",
+    "LookupPrefix",    "ListSnapshots",   "ImportState",      "ExportState",    "Steps"};
 static_assert(std::size(kMethodNames) == kMethodCount);
 
 // 20 us (a control call on loopback) to 10 s (a large Verify on a loaded CPU), about 1-2-5.
@@ -47,6 +48,12 @@ Metrics::Metrics(const std::string& backend) : registry_(std::make_shared<promet
                     .Help("Calls whose client or deadline did not wait for the answer")
                     .Register(*registry_)
                     .Add({});
+  auto& lookups = prometheus::BuildCounter()
+                      .Name("ssmd_prefix_lookups_total")
+                      .Help("LookupPrefix calls, by what they found")
+                      .Register(*registry_);
+  prefix_lookups_ = {&lookups.Add({{"result", "hit"}}), &lookups.Add({{"result", "absent"}}),
+                     &lookups.Add({{"result", "too_long"}})};
   auto& rpc_seconds = prometheus::BuildHistogram()
                           .Name("ssmd_rpc_duration_seconds")
                           .Help("From the request being parsed to its reply being handed to gRPC")
@@ -78,6 +85,10 @@ void Metrics::CountRpc(Method method, absl::StatusCode code, absl::Duration dura
 }
 
 void Metrics::CountCancelled() { cancelled_->Increment(); }
+
+void Metrics::CountPrefixLookup(PrefixLookup result) {
+  prefix_lookups_[static_cast<size_t>(result)]->Increment();
+}
 
 void Metrics::CountVerifyPhases(absl::Duration queued, absl::Duration computed) {
   queue_seconds_->Observe(absl::ToDoubleSeconds(queued));

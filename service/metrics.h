@@ -45,8 +45,16 @@ enum class Method : uint8_t {
   kCreateSnapshot,
   kDeleteSnapshot,
   kGetStatus,
+  kUnregisterModel,
+  kAdoptSequences,
+  kFlushSequences,
+  kLookupPrefix,
+  kListSnapshots,
+  kImportState,
+  kExportState,
+  kSteps,
 };
-inline constexpr size_t kMethodCount = 17;
+inline constexpr size_t kMethodCount = 25;
 const char* MethodName(Method method);
 
 class Metrics {
@@ -56,6 +64,8 @@ class Metrics {
   void CountRpc(Method method, absl::StatusCode code, absl::Duration duration);
   // The client went away, or the deadline passed, before the answer. Its RPC is counted as well.
   void CountCancelled();
+  enum class PrefixLookup { kHit, kAbsent, kTooLong };
+  void CountPrefixLookup(PrefixLookup result);
   void CountVerifyPhases(absl::Duration queued, absl::Duration computed);
 
   const std::shared_ptr<prometheus::Registry>& registry() const { return registry_; }
@@ -65,11 +75,12 @@ class Metrics {
 
   std::shared_ptr<prometheus::Registry> registry_;
   prometheus::Family<prometheus::Counter>* rpcs_;
-  // Filled on first use: a page of 17 x 17 zeros would help nobody.
+  // Filled on first use: a page of 25 x 17 zeros would help nobody.
   std::array<std::array<std::atomic<prometheus::Counter*>, kCodeCount>, kMethodCount>
       rpc_counters_{};
   std::array<prometheus::Histogram*, kMethodCount> rpc_seconds_{};
   prometheus::Counter* cancelled_;
+  std::array<prometheus::Counter*, 3> prefix_lookups_{};
   prometheus::Histogram* queue_seconds_;
   prometheus::Histogram* compute_seconds_;
 };

@@ -4,6 +4,7 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <bit>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -12,9 +13,28 @@
 namespace ssmd {
 namespace {
 
+constexpr absl::Duration kRetireWait = absl::Seconds(1);
+
 void Put(std::string& out, uint32_t value) {
   for (int shift = 0; shift < 32; shift += 8)
     out.push_back(static_cast<char>(value >> shift & 0xff));
+}
+
+void Put(std::string& out, float value) { Put(out, std::bit_cast<uint32_t>(value)); }
+
+void Put(std::string& out, const std::vector<float>& values) {
+  Put(out, static_cast<uint32_t>(values.size()));
+  for (const float value : values) Put(out, value);
+}
+
+void Put(std::string& out, const LayerShape& shape, const RawParameters& raw) {
+  Put(out, shape.conv_width);
+  for (const std::vector<float>* values :
+       {&raw.conv_weight, &raw.conv_bias, &raw.a_log, &raw.dt_bias, &raw.d})
+    Put(out, *values);
+  Put(out, uint32_t{raw.qk_l2_norm});
+  Put(out, shape.family == Family::kKda ? static_cast<uint32_t>(raw.kda_gate) + 1 : 0u);
+  Put(out, raw.gate_lower_bound);
 }
 
 // Every nonzero field of `requested` that differs from `actual`; "" when none does.
@@ -37,18 +57,22 @@ std::string CapacityDifference(const Capacity& requested, const Capacity& actual
 
 Geometry ModelDescription::MakeGeometry() const {
   Geometry geometry;
-  for (const LayerGroup& group : groups)
+  for (const LayerGroup& group : groups) {
     geometry.layers.insert(geometry.layers.end(), group.layer_ids.size(), group.shape);
+    geometry.raw.insert(geometry.raw.end(), group.parameters.begin(), group.parameters.end());
+  }
   geometry.formats = formats;
   geometry.window_records = window_records;
   geometry.draft_tokens_max = draft_tokens_max;
   geometry.rollback_tokens_min = rollback_tokens_min;
+  geometry.flush_mode = flush_mode;
+  geometry.rounding_seed = rounding_seed;
   return geometry;
 }
 
 std::string CanonicalSpec(const ModelDescription& description) {
   std::string out;
-  Put(out, 1);
+  Put(out, 1u);
   Put(out, static_cast<uint32_t>(description.name.size()));
   out += description.name;
   Put(out, static_cast<uint32_t>(description.groups.size()));
@@ -59,6 +83,8 @@ std::string CanonicalSpec(const ModelDescription& description) {
     for (const uint32_t field :
          {group.shape.head_count, group.shape.key_group_count, group.shape.d_k, group.shape.d_v})
       Put(out, field);
+    Put(out, static_cast<uint32_t>(group.parameters.size()));
+    for (const RawParameters& raw : group.parameters) Put(out, group.shape, raw);
   }
   Put(out, static_cast<uint32_t>(description.input_form));
   const Formats& formats = description.formats;
@@ -69,6 +95,9 @@ std::string CanonicalSpec(const ModelDescription& description) {
        {description.window_records, description.draft_tokens_max, description.rollback_tokens_min,
         description.tp_rank, description.tp_size, description.pp_rank, description.pp_size})
     Put(out, field);
+  Put(out, static_cast<uint32_t>(description.flush_mode) + 1);
+  Put(out, static_cast<uint32_t>(description.rounding_seed));
+  Put(out, static_cast<uint32_t>(description.rounding_seed >> 32));
   return out;
 }
 
@@ -95,15 +124,21 @@ Capacity ResolveCapacity(const Capacity& requested, const CapacityDefaults& defa
   return capacity;
 }
 
-uint16_t ModelTable::IdTag(uint32_t model_index) const {
-  return static_cast<uint16_t>(1 + (options_.server_epoch + model_index) % 0xffffu);
+uint16_t ModelTable::NextIdTag() {
+  const std::vector<ModelRef> models = All();
+  while (true) {
+    const auto tag = static_cast<uint16_t>(1 + (options_.server_epoch + next_tag_++) % 0xffffu);
+    if (std::none_of(models.begin(), models.end(),
+                     [tag](const ModelRef& model) { return model->id_tag == tag; }))
+      return tag;
+  }
 }
 
 absl::StatusOr<ModelTable::Registered> ModelTable::Register(const ModelDescription& description,
                                                             const Capacity& requested) {
   const uint64_t id = Fingerprint(description);
   absl::MutexLock register_lock(&register_mu_);
-  if (const absl::StatusOr<Model*> found = Find(id); found.ok()) {
+  if (const absl::StatusOr<ModelRef> found = Find(id); found.ok()) {
     if (CanonicalSpec((*found)->description) != CanonicalSpec(description)) {
       return absl::FailedPreconditionError(absl::StrFormat(
           "spec: another spec has the same fingerprint 0x%016x; change the name", id));
@@ -114,44 +149,58 @@ absl::StatusOr<ModelTable::Registered> ModelTable::Register(const ModelDescripti
                           "capacity: the model is registered with another one: ", difference)),
                       detail::kField, "capacity");
   }
-  const uint32_t index = static_cast<uint32_t>(All().size());
-  if (index >= options_.models_max) {
+  if (All().size() >= options_.models_max) {
     return ErrorWithReason(
         absl::StatusCode::kResourceExhausted, reason::kLimit,
         absl::StrCat("models_max: ", options_.models_max, " models are registered"));
   }
-  auto model = std::make_unique<Model>();
+  auto model = std::make_shared<Model>();
   model->id = id;
   model->description = description;
   for (const ModelDescription::LayerGroup& group : description.groups)
-    for (const uint32_t layer_id : group.layer_ids)
-      model->layer_index.emplace(layer_id, static_cast<uint32_t>(model->layer_index.size()));
+    for (const uint32_t layer_id : group.layer_ids) {
+      model->layer_index.emplace(layer_id, static_cast<uint32_t>(model->layer_ids.size()));
+      model->layer_ids.push_back(layer_id);
+    }
+  model->id_tag = NextIdTag();
   const Store::Options store_options = {.geometry = description.MakeGeometry(),
                                         .capacity = ResolveCapacity(requested, options_.defaults),
-                                        .id_tag = IdTag(index),
+                                        .id_tag = model->id_tag,
                                         .poison_garbage = options_.poison_garbage};
   SSMD_ASSIGN_OR_RETURN(model->store, Store::Create(store_options, make_backend_));
   SSMD_ASSIGN_OR_RETURN(model->reserved_bytes,
                         ReservedBytes(store_options.geometry, store_options.capacity));
-  Model* added = model.get();
   absl::MutexLock lock(&mu_);
-  models_.push_back(std::move(model));
-  return Registered{added, true};
+  models_.push_back(model);
+  return Registered{std::move(model), true};
 }
 
-absl::StatusOr<Model*> ModelTable::Find(uint64_t id) const {
+absl::StatusOr<uint32_t> ModelTable::Unregister(uint64_t id) {
+  absl::MutexLock register_lock(&register_mu_);  // nobody registers it meanwhile
+  SSMD_ASSIGN_OR_RETURN(ModelRef model, Find(id));
+  SSMD_ASSIGN_OR_RETURN(const uint32_t snapshots, model->store->Retire());
+  {
+    absl::MutexLock lock(&mu_);
+    models_.erase(std::find(models_.begin(), models_.end(), model));
+  }
+  // Calls and scrapes that still look at it end soon: nothing of it computes. Whoever registers
+  // next finds the memory free.
+  const absl::Time end = absl::Now() + kRetireWait;
+  while (model.use_count() > 1 && absl::Now() < end) absl::SleepFor(absl::Microseconds(100));
+  return snapshots;
+}
+
+absl::StatusOr<ModelRef> ModelTable::Find(uint64_t id) const {
   absl::MutexLock lock(&mu_);
-  for (const std::unique_ptr<Model>& model : models_)
-    if (model->id == id) return model.get();
+  for (const ModelRef& model : models_)
+    if (model->id == id) return model;
   return absl::NotFoundError(
       absl::StrFormat("model_id: no model 0x%016x is registered on this server", id));
 }
 
-std::vector<Model*> ModelTable::All() const {
+std::vector<ModelRef> ModelTable::All() const {
   absl::MutexLock lock(&mu_);
-  std::vector<Model*> all;
-  for (const std::unique_ptr<Model>& model : models_) all.push_back(model.get());
-  return all;
+  return models_;
 }
 
 }  // namespace ssmd

@@ -1,5 +1,6 @@
 #include "service/server.h"
 
+#include <grpcpp/ext/channelz_service_plugin.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/security/server_credentials.h>
@@ -12,6 +13,8 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "service/handlers.h"
+#include "service/model_files.h"
 
 namespace ssmd {
 namespace {
@@ -31,6 +34,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerConfig& config
   SSMD_RETURN_IF_ERROR(ValidateConfig(config));
   const bool start_sweeper = options.start_sweeper;
   std::unique_ptr<Server> server(new Server(config, std::move(options)));
+  SSMD_RETURN_IF_ERROR(server->RegisterModelFiles());
   SSMD_RETURN_IF_ERROR(server->StartMetrics());  // first: who is told that we serve can scrape us
   SSMD_RETURN_IF_ERROR(server->Listen());
   if (start_sweeper) server->sweeper_ = std::thread([raw = server.get()] { raw->SweepLoop(); });
@@ -42,10 +46,22 @@ Server::Server(const ServerConfig& config, ServerOptions options)
 
 Server::~Server() { Shutdown(absl::ZeroDuration()); }
 
+absl::Status Server::RegisterModelFiles() {
+  for (const std::string& path : core_.config.model_files) {
+    SSMD_ASSIGN_OR_RETURN(const v1::RegisterModelRequest request, ReadModelFile(path));
+    v1::RegisterModelResponse response;
+    const absl::Status status = handlers::RegisterModel(core_, request, response);
+    if (!status.ok())
+      return absl::Status(status.code(), absl::StrCat(path, ": ", status.message()));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Server::Listen() {
   const ServerConfig& config = core_.config;
   grpc::EnableDefaultHealthCheckService(true);
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  grpc::channelz::experimental::InitChannelzService();
   grpc::ServerBuilder builder;
   int port = 0;
   builder.AddListeningPort(config.listen, grpc::InsecureServerCredentials(), &port);
@@ -107,6 +123,7 @@ void Server::Shutdown(absl::Duration drain_timeout) {
   if (grpc_server_ != nullptr) {
     const absl::Time end = absl::Now() + drain_timeout;
     while (core_.LiveSequences() > 0 && absl::Now() < end) absl::SleepFor(kDrainPoll);
+    core_.streams.DrainAll();
     grpc_server_->Shutdown(absl::ToChronoTime(absl::Now() + kFinishGrace));
     grpc_server_.reset();  // after this no reactor is left
     spdlog::info("stopped serving");

@@ -27,8 +27,9 @@ struct ServerOptions {
 
 class Server {
  public:
-  // Serves from the moment it returns. Errors: INVALID_ARGUMENT (ValidateConfig); UNAVAILABLE
-  // naming the flag whose address cannot be had.
+  // Serves from the moment it returns. Errors: INVALID_ARGUMENT (ValidateConfig); those of
+  // ReadModelFile and RegisterModel, naming the file; UNAVAILABLE naming the flag whose address
+  // cannot be had.
   static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerConfig& config,
                                                        ServerOptions options = {});
   ~Server();  // Shutdown(absl::ZeroDuration()) if that was not called
@@ -53,6 +54,7 @@ class Server {
 
  private:
   Server(const ServerConfig& config, ServerOptions options);
+  absl::Status RegisterModelFiles();
   absl::Status Listen();
   absl::Status StartMetrics();
   void SweepLoop();

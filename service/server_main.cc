@@ -1,10 +1,11 @@
 // ssmd-server: flags, logging, signals. Everything else is in service/server.h.
 //
-// Exit codes: 0 after SIGTERM or SIGINT, --help and --version; 1 when the server cannot start; 2
-// for a wrong command line.
+// Exit codes: 0 after SIGTERM or SIGINT, --help, --version and --print-config; 1 when the server
+// cannot start; 2 for a wrong command line.
 #include <pthread.h>
 #include <signal.h>
 #include <spdlog/spdlog.h>
+#include <unistd.h>
 
 #include <cstdio>
 
@@ -28,7 +29,7 @@ sigset_t BlockStopSignals() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const ssmd::CommandLine line = ssmd::ParseCommandLine(argc, argv);
+  const ssmd::CommandLine line = ssmd::ParseCommandLine(argc, argv, environ);
   if (!line.run) {
     std::fputs(line.text.c_str(), line.exit_code == 0 ? stdout : stderr);
     return line.exit_code;

@@ -8,30 +8,16 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "service/fence.h"
 #include "service/handlers.h"
 #include "service/status_map.h"
+#include "service/steps_stream.h"
+#include "service/transfers.h"
 
 namespace ssmd {
 namespace {
 
 using Context = grpc::CallbackServerContext;
-
-// Epoch, then session: before anything else and before any effect.
-absl::StatusOr<SessionCall> Fence(ServiceCore& core, bool has_context,
-                                  const v1::CallContext& context) {
-  if (!has_context || context.server_epoch() == 0)
-    return InvalidField("context.server_epoch",
-                        "context.server_epoch: expected the epoch of OpenSession, got none");
-  if (context.server_epoch() != core.epoch) {
-    return WithDetail(
-        ErrorWithReason(absl::StatusCode::kFailedPrecondition, reason::kStateLost,
-                        absl::StrFormat("context.server_epoch: expected 0x%016x, got 0x%016x: the "
-                                        "server was restarted and holds nothing of yours",
-                                        core.epoch, context.server_epoch())),
-        "ssmd/server_epoch", absl::StrCat(core.epoch));
-  }
-  return core.sessions.Enter(OwnerId{context.session_id()});
-}
 
 // One unary call, from the parsed request to OnDone. Owns itself: gRPC calls OnDone exactly once,
 // after Complete, and nothing of ours may touch the call between Complete and then.
@@ -51,6 +37,8 @@ class Call final : public grpc::ServerUnaryReactor {
 
   // Answers the call; the last use of it. Any thread, exactly once.
   void Complete(const absl::Status& status) {
+    // A Commit, say, releases what a stream holds back for it.
+    if (session) core.streams.StepMayHaveEnded(session->id());
     session
         .End();  // the lease counts from here; before the reply, so that the client sees it renewed
     const absl::Duration duration = core.clock() - begun_;
@@ -100,17 +88,20 @@ absl::Status Enqueue(VerifyCall* call, handlers::PreparedVerify prepared) {
     absl::Time queued;
   };
   auto task = std::make_shared<Task>(Task{std::move(prepared), call->core.clock()});
-  return call->core.verify_queue.Push([call, task] {
-    const absl::Time begun = call->core.clock();
-    absl::Status status = call->CheckWanted();
-    if (status.ok() && call->session.closing())
-      status = absl::NotFoundError("the session was closed");
-    if (status.ok()) {
-      status = handlers::RunVerify(task->prepared, call->session->id(), call->response);
-      call->core.metrics.CountVerifyPhases(begun - task->queued, call->core.clock() - begun);
-    }
-    call->Complete(status);
-  });
+  return call->core.verify_queue.Push(
+      [call, task] {
+        const absl::Time begun = call->core.clock();
+        absl::Status status = call->CheckWanted();
+        if (status.ok() && call->session.closing())
+          status = ErrorWithReason(absl::StatusCode::kNotFound, reason::kSessionExpired,
+                                   "the session was closed");
+        if (status.ok()) {
+          status = handlers::RunVerify(task->prepared, call->session->id(), call->response);
+          call->core.metrics.CountVerifyPhases(begun - task->queued, call->core.clock() - begun);
+        }
+        call->Complete(status);
+      },
+      call->request.ByteSizeLong());
 }
 
 class StateServiceImpl final : public v1::StateService::CallbackService {
@@ -131,6 +122,10 @@ class StateServiceImpl final : public v1::StateService::CallbackService {
     return call;
   }
 
+  grpc::ServerBidiReactor<v1::StepsRequest, v1::StepsResponse>* Steps(Context*) override {
+    return ServeSteps(core_);
+  }
+
   grpc::ServerUnaryReactor* CloseSession(Context* context, const v1::CloseSessionRequest* request,
                                          v1::CloseSessionResponse* response) override {
     auto* call = new Call(core_, Method::kCloseSession, context, request, response);
@@ -147,6 +142,16 @@ class StateServiceImpl final : public v1::StateService::CallbackService {
     });
     if (!closing.ok()) call->Complete(closing);
     return call;
+  }
+
+  grpc::ServerReadReactor<v1::ImportStateRequest>* ImportState(
+      Context* context, v1::ImportStateResponse* response) override {
+    return ServeImport(core_, context, response);
+  }
+
+  grpc::ServerWriteReactor<v1::ExportStateResponse>* ExportState(
+      Context* context, const v1::ExportStateRequest* request) override {
+    return ServeExport(core_, context, request);
   }
 
 // The other RPCs are alike: fence if the handler takes a session, run the handler, answer.
@@ -170,6 +175,11 @@ class StateServiceImpl final : public v1::StateService::CallbackService {
   SSMD_UNARY(Rollback)
   SSMD_UNARY(CreateSnapshot)
   SSMD_UNARY(DeleteSnapshot)
+  SSMD_UNARY(UnregisterModel)
+  SSMD_UNARY(AdoptSequences)
+  SSMD_UNARY(FlushSequences)
+  SSMD_UNARY(LookupPrefix)
+  SSMD_UNARY(ListSnapshots)
 #undef SSMD_UNARY
 
  private:

@@ -2,6 +2,7 @@
 
 #include <sys/random.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -15,7 +16,8 @@ namespace {
 constexpr uint32_t kRetryAfterMs = 1000;
 
 absl::Status UnknownSession(OwnerId id) {
-  return absl::NotFoundError(
+  return ErrorWithReason(
+      absl::StatusCode::kNotFound, reason::kSessionExpired,
       absl::StrFormat("context.session_id: session 0x%016x is unknown, closed or expired",
                       static_cast<uint64_t>(id)));
 }
@@ -47,6 +49,10 @@ absl::StatusOr<NewSequences> Session::Once(uint64_t request_id, const std::strin
   if (!made.ok()) return made;
   if (recorded_.size() == kRecordedRepliesMax) recorded_.pop_front();
   recorded_.push_back({request_id, arguments, *made});
+  size_t window_bytes = 0;
+  for (const Recorded& recorded : recorded_) window_bytes += recorded.reply.worker_window.size();
+  for (; window_bytes > kWorkerWindowBytesMax && recorded_.size() > 1; recorded_.pop_front())
+    window_bytes -= recorded_.front().reply.worker_window.size();
   return made;
 }
 
@@ -78,24 +84,32 @@ void SessionTable::Renew(Session& session) {
 }
 
 absl::StatusOr<SessionTable::Opened> SessionTable::Open(uint32_t lease_ms,
-                                                        absl::string_view client_name) {
+                                                        absl::string_view client_name,
+                                                        uint32_t adoption_ms) {
   if (lease_ms == 0) lease_ms = options_.lease_ms_default;
   if (lease_ms < options_.lease_ms_min || lease_ms > options_.lease_ms_max) {
     return InvalidField("lease_ms", absl::StrCat("lease_ms: expected 0 or ", options_.lease_ms_min,
                                                  "..", options_.lease_ms_max, ", got ", lease_ms));
   }
+  if (adoption_ms > options_.adoption_ms_max) {
+    return InvalidField(
+        "adoption_ms",
+        absl::StrCat("adoption_ms: expected 0..", options_.adoption_ms_max, ", got ", adoption_ms));
+  }
   absl::MutexLock lock(&mu_);
-  if (sessions_.size() >= options_.sessions_max) {
+  if (sessions_.size() + kept_.size() >= options_.sessions_max) {
     return Exhausted(reason::kLimit,
-                     absl::StrCat("sessions_max: ", options_.sessions_max, " sessions are open"),
+                     absl::StrCat("sessions_max: ", options_.sessions_max,
+                                  " sessions are open or kept for adoption"),
                      kRetryAfterMs);
   }
   auto session = std::make_shared<Session>();
   do {
     session->id_ = OwnerId{RandomId()};
-  } while (sessions_.contains(session->id_));
+  } while (sessions_.contains(session->id_) || kept_.contains(session->id_));
   session->client_name_ = std::string(client_name);
   session->lease_ms_ = lease_ms;
+  session->adoption_ms_ = adoption_ms;
   Renew(*session);
   sessions_.emplace(session->id_, session);
   ++opened_count_;
@@ -118,10 +132,20 @@ void SessionTable::Leave(const std::shared_ptr<Session>& session) {
     absl::MutexLock lock(&mu_);
     Renew(*session);
     if (--session->calls_in_flight_ > 0 || !session->closing_) return;
-    done = std::move(session->on_released_);
+    done = std::move(session->on_ended_);
   }
-  const Store::Released released = release_(session->id_);
-  done(released);
+  done(End(*session));
+}
+
+Store::Released SessionTable::End(const Session& session) {
+  const bool keep = session.adoption_ms_ > 0;
+  Store::Released ended = end_(session.id_, keep ? Sequences::kKeep : Sequences::kRelease);
+  absl::MutexLock lock(&mu_);
+  ending_.erase(session.id_);
+  if (!keep || ended.sequences == 0) return ended;
+  kept_[session.id_].until = clock_() + absl::Milliseconds(session.adoption_ms_);
+  ended.sequences = 0;
+  return ended;
 }
 
 absl::Status SessionTable::Close(const SessionCall& call,
@@ -130,28 +154,98 @@ absl::Status SessionTable::Close(const SessionCall& call,
   Session& session = *call.session_;
   if (session.closing_) return UnknownSession(session.id_);
   session.closing_ = true;
-  session.on_released_ = std::move(done);
+  session.on_ended_ = std::move(done);
+  ending_.insert(session.id_);
   sessions_.erase(session.id_);
   return absl::OkStatus();
 }
 
+absl::StatusOr<std::vector<SequenceState>> SessionTable::Adopt(const Session& adopter, OwnerId old,
+                                                               Store& store,
+                                                               absl::Span<const SequenceId> ids) {
+  ExpireLeases();  // a lease that ran out counts before the sweeper has seen it
+  absl::MutexLock adopt_lock(&adopt_mu_);
+  std::vector<SequenceId> owned, wanted;
+  for (const SequenceId id : ids) (store.Get(adopter.id(), id).ok() ? owned : wanted).push_back(id);
+  if (ids.empty() || !wanted.empty()) {
+    {
+      absl::MutexLock lock(&mu_);
+      SSMD_RETURN_IF_ERROR(CheckKept(old));
+      if (ids.empty())
+        for (const auto& [owner, id] : kept_.at(old).adopted)
+          if (owner == adopter.id()) owned.push_back(id);
+    }
+    SSMD_ASSIGN_OR_RETURN(const std::vector<SequenceState> moved,
+                          store.ChangeOwner(old, adopter.id(), wanted));
+    absl::MutexLock lock(&mu_);
+    for (const SequenceState& state : moved)
+      kept_.at(old).adopted.emplace_back(adopter.id(), state.id);
+    for (const SequenceState& state : moved) owned.push_back(state.id);
+  }
+  std::sort(owned.begin(), owned.end());
+  std::vector<SequenceState> states;
+  for (const SequenceId id : owned)  // what was adopted before may be gone, or of another model
+    if (const auto state = store.Get(adopter.id(), id); state.ok()) states.push_back(*state);
+  return states;
+}
+
+absl::Status SessionTable::CheckKept(OwnerId old) const {
+  const auto kept = kept_.find(old);
+  if (kept != kept_.end() && kept->second.until > clock_()) return absl::OkStatus();
+  if (sessions_.contains(old) || ending_.contains(old)) {
+    return WithDetail(absl::PermissionDeniedError(absl::StrFormat(
+                          "old_session_id: session 0x%016x lives; its sequences are its own",
+                          static_cast<uint64_t>(old))),
+                      detail::kRetryAfterMs, absl::StrCat(kRetryAfterMs));
+  }
+  return absl::NotFoundError(absl::StrFormat(
+      "old_session_id: nothing of session 0x%016x is kept (unknown, asked for no adoption, left no "
+      "sequences, or adoption_ms has passed)",
+      static_cast<uint64_t>(old)));
+}
+
+void SessionTable::ReleaseOverdue() {
+  absl::MutexLock adopt_lock(&adopt_mu_);
+  std::vector<OwnerId> overdue;
+  {
+    absl::MutexLock lock(&mu_);
+    const absl::Time now = clock_();
+    for (const auto& [id, kept] : kept_)
+      if (kept.until <= now) overdue.push_back(id);
+  }
+  for (const OwnerId id : overdue) {
+    end_(id, Sequences::kRelease);
+    absl::MutexLock lock(&mu_);
+    kept_.erase(id);
+  }
+}
+
 uint32_t SessionTable::ExpireLeases() {
-  std::vector<OwnerId> expired;
+  std::vector<std::shared_ptr<Session>> expired;
   {
     absl::MutexLock lock(&mu_);
     const absl::Time now = clock_();
     for (const auto& [id, session] : sessions_)
-      if (session->calls_in_flight_ == 0 && session->lease_end_ <= now) expired.push_back(id);
-    for (const OwnerId id : expired) sessions_.erase(id);
+      if (session->calls_in_flight_ == 0 && session->lease_end_ <= now) expired.push_back(session);
+    for (const std::shared_ptr<Session>& session : expired) {
+      ending_.insert(session->id_);
+      sessions_.erase(session->id_);
+    }
     expired_count_ += expired.size();
   }
-  for (const OwnerId id : expired) release_(id);
+  for (const std::shared_ptr<Session>& session : expired) End(*session);
+  ReleaseOverdue();
   return static_cast<uint32_t>(expired.size());
 }
 
 uint32_t SessionTable::size() const {
   absl::MutexLock lock(&mu_);
   return static_cast<uint32_t>(sessions_.size());
+}
+
+uint32_t SessionTable::kept_count() const {
+  absl::MutexLock lock(&mu_);
+  return static_cast<uint32_t>(kept_.size());
 }
 
 uint64_t SessionTable::opened_count() const {

@@ -1,17 +1,20 @@
 // SessionTable: who may call, for how long, and what is released when they are gone.
 //
-// A session's life: Open -> { Enter ... call ends }* -> Close | lease runs out -> release, once.
+// A session's life: Open -> { Enter ... call ends }* -> Close | lease runs out -> end, once. The
+// end of a session that asked for adoption keeps its sequences, under its id, until somebody adopts
+// them or the time is over; the end of any other releases them.
 //
 // Invariants
-//   - The release function runs exactly once per session, when the session can no longer be entered
+//   - The end function runs exactly once per session, when the session can no longer be entered
 //     and no call of it is in flight; so nothing is created for an owner that was already released.
 //   - A session with a call in flight never expires; the end of a call renews the lease.
 //   - Session ids are random and never zero; knowing one is what makes a caller its owner.
-//   - At most sessions_max sessions; at most kRecordedRepliesMax replies a session.
+//   - At most sessions_max sessions, those whose sequences are kept included; at most
+//     kRecordedRepliesMax replies a session.
 //
-// Thread-safe. Lock order: Session::replay_mu_, then (a store's lock); SessionTable::mu_ is a leaf,
-// held for look-ups only: the release function and `done` run without it, on the thread that ended
-// the last call. The table outlives its calls.
+// Thread-safe. Lock order: Session::replay_mu_ or SessionTable::adopt_mu_, then (a store's lock);
+// SessionTable::mu_ is a leaf, held for look-ups only: the end function and `done` run without it,
+// on the thread that ended the last call. The table outlives its calls.
 #pragma once
 
 #include <cstdint>
@@ -19,9 +22,11 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/functional/function_ref.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
@@ -39,10 +44,12 @@ class Session {
   OwnerId id() const { return id_; }
   const std::string& client_name() const { return client_name_; }
   uint32_t lease_ms() const { return lease_ms_; }
+  uint32_t adoption_ms() const { return adoption_ms_; }
 
   // Runs `make`, or returns what it returned before for this request_id. `arguments` is any string
   // that differs when the request does. Failures are not recorded: they changed nothing. The oldest
-  // of kRecordedRepliesMax replies is forgotten; request_id 0 records nothing.
+  // of kRecordedRepliesMax replies is forgotten, and older ones before that when the worker windows
+  // in them pass kWorkerWindowBytesMax together; request_id 0 records nothing.
   // Errors: INVALID_ARGUMENT when request_id was used with other arguments; those of `make`.
   absl::StatusOr<NewSequences> Once(uint64_t request_id, const std::string& arguments,
                                     absl::FunctionRef<absl::StatusOr<NewSequences>()> make);
@@ -59,12 +66,13 @@ class Session {
   OwnerId id_{};
   std::string client_name_;
   uint32_t lease_ms_ = 0;
+  uint32_t adoption_ms_ = 0;
 
   // Guarded by SessionTable::mu_.
   absl::Time lease_end_;
   uint32_t calls_in_flight_ = 0;
   bool closing_ = false;
-  std::function<void(Store::Released)> on_released_;
+  std::function<void(Store::Released)> on_ended_;
 
   absl::Mutex replay_mu_;
   std::deque<Recorded> recorded_ ABSL_GUARDED_BY(replay_mu_);
@@ -80,6 +88,7 @@ class SessionCall {
 
   Session& operator*() const { return *session_; }
   Session* operator->() const { return session_.get(); }
+  explicit operator bool() const { return session_ != nullptr; }
 
   void End();  // idempotent
   // True once CloseSession was called: work that has not begun need not begin.
@@ -100,49 +109,78 @@ class SessionTable {
     uint32_t lease_ms_default = 30'000;
     uint32_t lease_ms_min = 1'000;
     uint32_t lease_ms_max = 600'000;
+    uint32_t adoption_ms_max = 600'000;
   };
+  // What becomes of the sequences of a session that ends.
+  enum class Sequences { kRelease, kKeep };
   struct Opened {
     OwnerId id{};
     uint32_t lease_ms = 0;
   };
-  // Aborts steps and releases sequences of an owner in every store.
-  using ReleaseFunction = std::function<Store::Released(OwnerId)>;
+  // Ends whatever an owner has open in every store; returns how many sequences were released, or
+  // kept.
+  using EndFunction = std::function<Store::Released(OwnerId, Sequences)>;
 
-  SessionTable(const Options& options, Clock clock, ReleaseFunction release)
-      : options_(options), clock_(std::move(clock)), release_(std::move(release)) {}
+  SessionTable(const Options& options, Clock clock, EndFunction end)
+      : options_(options), clock_(std::move(clock)), end_(std::move(end)) {}
   SessionTable(const SessionTable&) = delete;
   SessionTable& operator=(const SessionTable&) = delete;
 
-  // lease_ms 0: the default. Errors: INVALID_ARGUMENT outside the limits; RESOURCE_EXHAUSTED +
-  // LIMIT_REACHED.
-  absl::StatusOr<Opened> Open(uint32_t lease_ms, absl::string_view client_name);
+  // lease_ms 0: the default. adoption_ms 0: nothing is kept. Errors: INVALID_ARGUMENT outside the
+  // limits; RESOURCE_EXHAUSTED + LIMIT_REACHED.
+  absl::StatusOr<Opened> Open(uint32_t lease_ms, absl::string_view client_name,
+                              uint32_t adoption_ms = 0);
 
-  // Errors: NOT_FOUND for a session that is unknown, closed or expired (even if not swept yet).
+  // Errors: NOT_FOUND + SESSION_EXPIRED for a session that is unknown, closed or expired (even if
+  // not swept yet).
   absl::StatusOr<SessionCall> Enter(OwnerId id);
 
   // No further Enter succeeds; when the last call in flight (this one included) has ended, the
-  // session is released and then `done` runs. Errors: NOT_FOUND when it is closing already; `done`
-  // then never runs.
+  // session is ended and then `done` runs, with nothing released if it is kept. Errors: NOT_FOUND
+  // when it is closing already; `done` then never runs.
   absl::Status Close(const SessionCall& call, std::function<void(Store::Released)> done);
 
-  // Ends every session whose lease has run out; returns how many.
+  // Gives the caller sequences that an ended session left; `ids` empty: all of them in this store,
+  // those that the caller adopted before included. Ids that are the caller's already are accepted
+  // at any time. All or none. Errors: PERMISSION_DENIED while the old session lives or is ending;
+  // NOT_FOUND when nothing of it is kept; those of Store::ChangeOwner.
+  absl::StatusOr<std::vector<SequenceState>> Adopt(const Session& adopter, OwnerId old,
+                                                   Store& store, absl::Span<const SequenceId> ids);
+
+  // Ends every session whose lease has run out, and releases what nobody adopted in time; returns
+  // how many leases ran out.
   uint32_t ExpireLeases();
 
   uint32_t size() const;
+  uint32_t kept_count() const;  // ended sessions whose sequences wait for adoption
   uint64_t opened_count() const;
   uint64_t expired_count() const;
 
  private:
   friend class SessionCall;
+  // An ended session whose sequences are kept.
+  struct Kept {
+    absl::Time until;
+    std::vector<std::pair<OwnerId, SequenceId>> adopted;  // by whom
+  };
+
   void Leave(const std::shared_ptr<Session>& session);
+  // Requires: the session cannot be entered, no call of it is in flight, and its id is in ending_.
+  Store::Released End(const Session& session);
+  absl::Status CheckKept(OwnerId old) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void ReleaseOverdue();
   void Renew(Session& session) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const Options options_;
   const Clock clock_;
-  const ReleaseFunction release_;
+  const EndFunction end_;
 
+  absl::Mutex adopt_mu_
+      ABSL_ACQUIRED_BEFORE(mu_);  // held while kept sequences move or are released
   mutable absl::Mutex mu_;
   absl::flat_hash_map<OwnerId, std::shared_ptr<Session>> sessions_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_set<OwnerId> ending_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<OwnerId, Kept> kept_ ABSL_GUARDED_BY(mu_);
   uint64_t opened_count_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t expired_count_ ABSL_GUARDED_BY(mu_) = 0;
 };

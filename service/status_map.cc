@@ -54,8 +54,9 @@ std::string BoundedMessage(absl::string_view message) {
 
 const char* CodeName(absl::StatusCode code) { return FindCode(code).name; }
 
-grpc::Status ToGrpcStatus(const absl::Status& status) {
-  if (status.ok()) return grpc::Status::OK;
+google::rpc::Status ToRpcStatus(const absl::Status& status) {
+  google::rpc::Status details;
+  if (status.ok()) return details;
   const CodeRow& row = FindCode(status.code());
   const std::string message = BoundedMessage(status.message());
 
@@ -84,13 +85,19 @@ grpc::Status ToGrpcStatus(const absl::Status& status) {
     }
   });
 
-  google::rpc::Status details;
   details.set_code(row.grpc_code);
   details.set_message(message);
   details.add_details()->PackFrom(info);
   if (bad_request.field_violations_size() > 0) details.add_details()->PackFrom(bad_request);
   if (retry.has_retry_delay()) details.add_details()->PackFrom(retry);
-  return grpc::Status(row.grpc_code, message, details.SerializeAsString());
+  return details;
+}
+
+grpc::Status ToGrpcStatus(const absl::Status& status) {
+  if (status.ok()) return grpc::Status::OK;
+  const google::rpc::Status details = ToRpcStatus(status);
+  return grpc::Status(static_cast<grpc::StatusCode>(details.code()), details.message(),
+                      details.SerializeAsString());
 }
 
 }  // namespace ssmd

@@ -13,6 +13,7 @@
 #include <grpcpp/support/status.h>
 
 #include "absl/status/status.h"
+#include "google/rpc/status.pb.h"
 
 namespace ssmd {
 
@@ -20,6 +21,9 @@ inline constexpr size_t kErrorMessageBytesMax = 1024;
 inline constexpr absl::string_view kErrorDomain = "ssmd";
 
 grpc::Status ToGrpcStatus(const absl::Status& status);
+
+// The same as a message, for the item of a batch or of a stream; OK is code 0 and nothing else.
+google::rpc::Status ToRpcStatus(const absl::Status& status);
 
 // "OK", "INVALID_ARGUMENT", ...: label values and default reasons.
 const char* CodeName(absl::StatusCode code);

@@ -12,7 +12,7 @@ using prometheus::MetricType;
 
 // One reading of a model.
 struct ModelSample {
-  const Model* model;
+  ModelRef model;
   StoreCounters counters;
   StoreUsage usage;
 };
@@ -48,8 +48,10 @@ const ModelMetric kModelMetrics[] = {
      nullptr, SSMD_COUNT(tokens_drafted)},
     {"ssmd_tokens_accepted_total", kCounter, "Tokens that entered the state", nullptr, nullptr,
      SSMD_COUNT(tokens_accepted)},
-    {"ssmd_flushes_total", kCounter, "Checkpoints folded by committed steps, by reason", "reason",
-     "fused", SSMD_COUNT(flushes_fused)},
+    {"ssmd_flushes_total", kCounter, "Checkpoints folded, by reason", "reason", "fused",
+     SSMD_COUNT(flushes_fused)},
+    {"ssmd_flushes_total", kCounter, "", "reason", "background", SSMD_COUNT(flushes_background)},
+    {"ssmd_flushes_total", kCounter, "", "reason", "requested", SSMD_COUNT(flushes_requested)},
     {"ssmd_flushes_deferred_total", kCounter, "Due folds that waited for a page or for their turn",
      nullptr, nullptr, SSMD_COUNT(flushes_deferred)},
     {"ssmd_rollbacks_total", kCounter, "Rollback calls that moved a sequence", nullptr, nullptr,
@@ -58,6 +60,10 @@ const ModelMetric kModelMetrics[] = {
      SSMD_COUNT(forks)},
     {"ssmd_snapshots_created_total", kCounter, "Snapshots published", nullptr, nullptr,
      SSMD_COUNT(snapshots_created)},
+    {"ssmd_imports_total", kCounter, "Sequences replaced by ImportState", nullptr, nullptr,
+     SSMD_COUNT(imports)},
+    {"ssmd_exports_total", kCounter, "ExportState calls that began", nullptr, nullptr,
+     SSMD_COUNT(exports)},
     {"ssmd_stale_versions_total", kCounter, "Requests refused because of a stale version", nullptr,
      nullptr, SSMD_COUNT(stale_versions)},
     {"ssmd_poisoned_rows_total", kCounter, "Rows with NaN, infinity or a positive log_alpha",
@@ -68,6 +74,7 @@ const ModelMetric kModelMetrics[] = {
      SSMD_COUNT(checkpoint_write_bytes)},
     {"ssmd_state_bytes_total", kCounter, "", "kind", "ring_read", SSMD_COUNT(ring_read_bytes)},
     {"ssmd_state_bytes_total", kCounter, "", "kind", "ring_write", SSMD_COUNT(ring_write_bytes)},
+    {"ssmd_state_bytes_total", kCounter, "", "kind", "ring_copy", SSMD_COUNT(ring_copy_bytes)},
     {"ssmd_write_every_step_bytes_total", kCounter,
      "Bytes that an engine which writes the state every token would have moved", nullptr, nullptr,
      SSMD_COUNT(write_every_step_bytes)},
@@ -79,11 +86,12 @@ const ModelMetric kModelMetrics[] = {
     {"ssmd_pages", kGauge, "", "kind", "free", SSMD_USAGE(pages.free)},
     {"ssmd_slots", kGauge, "Slots, by what holds them", "kind", "sequences", SSMD_USAGE(sequences)},
     {"ssmd_slots", kGauge, "", "kind", "snapshots", SSMD_USAGE(snapshots)},
+    {"ssmd_slots", kGauge, "", "kind", "exports", SSMD_USAGE(exports)},
     {"ssmd_slots", kGauge, "", "kind", "free",
      [](const ModelSample& s) {
        const Capacity& capacity = s.model->store->capacity();
-       return uint64_t{capacity.sequences_max} + capacity.snapshots_max - s.usage.sequences -
-              s.usage.snapshots;
+       return uint64_t{capacity.sequences_max} + capacity.snapshots_max + kExportSlots -
+              s.usage.sequences - s.usage.snapshots - s.usage.exports;
      }},
     {"ssmd_sequences_max", kGauge, "Most live sequences", nullptr, nullptr,
      [](const ModelSample& s) { return uint64_t{s.model->store->capacity().sequences_max}; }},
@@ -91,6 +99,8 @@ const ModelMetric kModelMetrics[] = {
      [](const ModelSample& s) { return uint64_t{s.model->store->capacity().snapshots_max}; }},
     {"ssmd_open_steps", kGauge, "Steps between BeginStep and their end", nullptr, nullptr,
      SSMD_USAGE(open_steps)},
+    {"ssmd_open_imports", kGauge, "Imports between their header and their end", nullptr, nullptr,
+     SSMD_USAGE(imports)},
     {"ssmd_model_state_bytes_reserved", kGauge, "Memory of the model's pools", nullptr, nullptr,
      [](const ModelSample& s) { return s.model->reserved_bytes; }},
 };
@@ -145,17 +155,21 @@ void AddModelFamilies(const std::vector<ModelSample>& samples,
 std::vector<MetricFamily> StoreCollector::Collect() const {
   std::vector<MetricFamily> families;
   const ServerGauges gauges = read_gauges_();
-  const std::vector<Model*> models = models_->All();
+  const std::vector<ModelRef> models = models_->All();
   const auto add = [&families](const char* name, MetricType type, const char* help, double value) {
     families.push_back({name, help, type, {MakeSeries(type, value)}});
   };
   add("ssmd_models", kGauge, "Registered models", ToDouble(models.size()));
   add("ssmd_sessions", kGauge, "Open sessions", gauges.sessions);
+  add("ssmd_sessions_kept", kGauge, "Ended sessions whose sequences wait for adoption",
+      gauges.sessions_kept);
   add("ssmd_sessions_opened_total", kCounter, "Sessions opened", ToDouble(gauges.sessions_opened));
   add("ssmd_lease_expirations_total", kCounter, "Sessions ended because their lease ran out",
       ToDouble(gauges.lease_expirations));
   add("ssmd_verify_queue_depth", kGauge, "Verify calls waiting for a worker",
       gauges.verify_queue_depth);
+  add("ssmd_verify_queue_bytes", kGauge, "Memory of the requests of waiting Verify calls",
+      ToDouble(gauges.verify_queue_bytes));
   add("ssmd_verify_running", kGauge, "Verify calls being computed", gauges.verify_running);
   add("ssmd_state_bytes_reserved", kGauge, "Memory of all pools",
       ToDouble(gauges.state_bytes_reserved));
@@ -164,7 +178,7 @@ std::vector<MetricFamily> StoreCollector::Collect() const {
   add("ssmd_draining", kGauge, "1 while the server is stopping", gauges.draining ? 1 : 0);
 
   std::vector<ModelSample> samples;
-  for (const Model* model : models)
+  for (const ModelRef& model : models)
     samples.push_back({model, model->store->counters(), model->store->usage()});
   AddModelFamilies(samples, families);
   return families;

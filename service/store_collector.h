@@ -17,9 +17,11 @@ namespace ssmd {
 // One reading of the numbers of the whole server.
 struct ServerGauges {
   uint32_t sessions = 0;
+  uint32_t sessions_kept = 0;
   uint64_t sessions_opened = 0;
   uint64_t lease_expirations = 0;
   uint32_t verify_queue_depth = 0;
+  uint64_t verify_queue_bytes = 0;
   uint32_t verify_running = 0;
   uint64_t state_bytes_reserved = 0;
   uint64_t state_bytes_max = 0;

@@ -1,10 +1,14 @@
 #include "service/validate.h"
 
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
-#include "absl/container/flat_hash_set.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -66,9 +70,86 @@ absl::Status CheckTensor(absl::string_view name, const v1::Tensor& tensor, Dtype
   return absl::OkStatus();
 }
 
-absl::Status CheckAbsent(absl::string_view name, const v1::Tensor& tensor, Family family) {
-  if (IsAbsent(tensor)) return absl::OkStatus();
-  return Expected(name, absl::StrCat("none for a ", FamilyName(family), " layer"), "a tensor");
+absl::Status CheckDistinct(const ProtoIds& ids, bool zeros_may_repeat) {
+  absl::flat_hash_map<uint64_t, int> first_index;
+  for (int i = 0; i < ids.size(); ++i) {
+    if (zeros_may_repeat && ids[i] == 0) continue;
+    const auto [first, is_new] = first_index.emplace(ids[i], i);
+    if (is_new) continue;
+    const std::string field = absl::StrCat("sequence_ids[", i, "]");
+    return InvalidField(field, absl::StrFormat("%s duplicates sequence_ids[%d] (0x%016x)", field,
+                                               first->second, ids[i]));
+  }
+  return absl::OkStatus();
+}
+
+// A tensor that a Verify may carry, and whether this layer's does.
+struct TensorRule {
+  const char* name;
+  const v1::Tensor& tensor;
+  enum { kRequired, kOptional, kOtherFamily, kOtherForm } presence;
+  Dtype dtype = Dtype::kNone;
+  std::vector<uint64_t> shape = {};
+};
+
+absl::Status CheckRule(const TensorRule& rule, const TensorExpectations& expected) {
+  if (rule.presence == TensorRule::kOptional && IsAbsent(rule.tensor)) return absl::OkStatus();
+  if (rule.presence == TensorRule::kRequired || rule.presence == TensorRule::kOptional)
+    return CheckTensor(rule.name, rule.tensor, rule.dtype, rule.shape);
+  if (IsAbsent(rule.tensor)) return absl::OkStatus();
+  return Expected(rule.name,
+                  rule.presence == TensorRule::kOtherForm
+                      ? absl::StrCat("none in ", expected.raw ? "raw" : "post-conv", " form")
+                      : absl::StrCat("none for a ", FamilyName(expected.shape.family), " layer"),
+                  "a tensor");
+}
+
+std::vector<TensorRule> TensorRules(const v1::VerifyRequest& request,
+                                    const TensorExpectations& expected) {
+  const LayerShape& layer = expected.shape;
+  const uint64_t tokens = expected.token_count;
+  const Dtype activation = expected.formats.activation;
+  const std::vector<uint64_t> keys = {tokens, layer.key_group_count, layer.d_k};
+  const std::vector<uint64_t> values = {tokens, layer.head_count, layer.d_v};
+  const std::vector<uint64_t> per_head = {tokens, layer.head_count};
+  const std::vector<uint64_t> per_channel = {tokens, layer.head_count, layer.d_k};
+  const bool mamba = layer.family == Family::kMamba2, kda = layer.family == Family::kKda;
+  const auto in = [&](bool raw_form, bool has, bool optional = false) {
+    if (raw_form != expected.raw) return TensorRule::kOtherForm;
+    if (!has) return TensorRule::kOtherFamily;
+    return optional ? TensorRule::kOptional : TensorRule::kRequired;
+  };
+  return {
+      {"q", request.q(), in(false, true), activation, keys},
+      {"k", request.k(), in(false, true), activation, keys},
+      {"v", request.v(), in(false, true), activation, values},
+      {"log_alpha", request.log_alpha(), in(false, true), Dtype::kFp32,
+       kda ? per_channel : per_head},
+      {"beta", request.beta(), in(false, !mamba), Dtype::kFp32, per_head},
+      {"value_scale", request.value_scale(), in(false, mamba, true), Dtype::kFp32, per_head},
+      {"projection",
+       request.projection(),
+       in(true, true),
+       activation,
+       {tokens, layer.conv_channels()}},
+      {"dt", request.dt(), in(true, mamba), activation, per_head},
+      {"a", request.a(), in(true, layer.family == Family::kGdn), activation, per_head},
+      {"b", request.b(), in(true, !mamba), activation, per_head},
+      {"gate", request.gate(), in(true, kda), activation, per_channel},
+  };
+}
+
+constexpr uint32_t kPageTokenSeed = 0x73736d64;  // of its check: garbage is refused, not guessed at
+
+void PutLittleEndian(std::string& out, uint64_t value, int bytes) {
+  for (int i = 0; i < bytes; ++i) out.push_back(static_cast<char>(value >> (8 * i) & 0xff));
+}
+
+uint64_t GetLittleEndian(absl::string_view bytes) {
+  uint64_t value = 0;
+  for (size_t i = bytes.size(); i > 0; --i)
+    value = value << 8 | static_cast<unsigned char>(bytes[i - 1]);
+  return value;
 }
 
 }  // namespace
@@ -90,18 +171,62 @@ absl::StatusOr<std::vector<SequenceId>> ParseSequenceIds(const ProtoIds& ids, ui
   if (ids.empty() || static_cast<uint32_t>(ids.size()) > count_max)
     return Expected("sequence_ids", absl::StrCat("1..", count_max, " ids"),
                     absl::StrCat(ids.size()));
+  SSMD_RETURN_IF_ERROR(CheckDistinct(ids, /*zeros_may_repeat=*/false));
   std::vector<SequenceId> parsed;
-  absl::flat_hash_map<uint64_t, int> first_index;
-  for (int i = 0; i < ids.size(); ++i) {
-    const auto [first, is_new] = first_index.emplace(ids[i], i);
-    if (!is_new) {
-      const std::string field = absl::StrCat("sequence_ids[", i, "]");
-      return InvalidField(field, absl::StrFormat("%s duplicates sequence_ids[%d] (0x%016x)", field,
-                                                 first->second, ids[i]));
-    }
-    parsed.push_back(SequenceId{ids[i]});
-  }
+  for (const uint64_t id : ids) parsed.push_back(SequenceId{id});
   return parsed;
+}
+
+absl::StatusOr<std::vector<std::string>> ParseDigests(
+    const google::protobuf::RepeatedPtrField<std::string>& digests) {
+  if (digests.empty() || digests.size() > kLookupDigestsMax)
+    return Expected("digests", absl::StrCat("1..", kLookupDigestsMax, " digests"),
+                    absl::StrCat(digests.size()));
+  for (int i = 0; i < digests.size(); ++i)
+    if (digests[i].empty() || digests[i].size() > 64)
+      return Expected(absl::StrCat("digests[", i, "]"), "1..64 bytes",
+                      absl::StrCat(digests[i].size()));
+  return std::vector<std::string>(digests.begin(), digests.end());
+}
+
+absl::StatusOr<uint32_t> ParsePageSize(uint32_t page_size) {
+  if (page_size > kSnapshotPageMax)
+    return Expected("page_size", absl::StrCat("0..", kSnapshotPageMax), absl::StrCat(page_size));
+  return page_size == 0 ? kSnapshotPageDefault : page_size;
+}
+
+// model id, position, digest, check of these; in hex, since strings of the wire are text.
+std::string MakePageToken(uint64_t model_id, const SnapshotKey& last) {
+  std::string bytes;
+  PutLittleEndian(bytes, model_id, 8);
+  PutLittleEndian(bytes, last.position, 8);
+  bytes += last.digest;
+  PutLittleEndian(bytes, XXH32(bytes.data(), bytes.size(), kPageTokenSeed), 4);
+  return absl::BytesToHexString(bytes);
+}
+
+absl::StatusOr<SnapshotKey> ParsePageToken(uint64_t model_id, absl::string_view token) {
+  const auto refuse = [] {
+    return Expected("page_token", "next_page_token of ListSnapshots of this model", "another text");
+  };
+  constexpr size_t kFixedBytes = 20;
+  const bool is_hex = token.find_first_not_of("0123456789abcdef") == absl::string_view::npos;
+  if (!is_hex || token.size() % 2 != 0 || token.size() <= 2 * kFixedBytes ||
+      token.size() > 2 * (kFixedBytes + 64))
+    return refuse();
+  const std::string text = absl::HexStringToBytes(token);
+  const absl::string_view bytes = absl::string_view(text).substr(0, text.size() - 4);
+  if (GetLittleEndian(absl::string_view(text).substr(bytes.size())) !=
+          XXH32(bytes.data(), bytes.size(), kPageTokenSeed) ||
+      GetLittleEndian(bytes.substr(0, 8)) != model_id)
+    return refuse();
+  return SnapshotKey{std::string(bytes.substr(16)), GetLittleEndian(bytes.substr(8, 8))};
+}
+
+absl::Status CheckWorkerWindow(absl::string_view field, const std::string& window) {
+  if (window.size() <= kWorkerWindowBytesMax) return absl::OkStatus();
+  return Expected(field, absl::StrCat("at most ", kWorkerWindowBytesMax, " bytes"),
+                  absl::StrCat(window.size()));
 }
 
 absl::StatusOr<ParsedStep> ParseBeginStep(const v1::BeginStepRequest& request,
@@ -113,19 +238,36 @@ absl::StatusOr<ParsedStep> ParseBeginStep(const v1::BeginStepRequest& request,
   if (request.draft_tokens_size() != rows)
     return Expected("draft_tokens", absl::StrCat(rows, " entries (as sequence_ids)"),
                     absl::StrCat(request.draft_tokens_size()));
-  SSMD_ASSIGN_OR_RETURN(const std::vector<SequenceId> ids,
-                        ParseSequenceIds(request.sequence_ids(), limits.rows_max));
+  if (!request.commit_modes().empty() && request.commit_modes_size() != rows)
+    return Expected("commit_modes", absl::StrCat("none, or ", rows, " entries (as sequence_ids)"),
+                    absl::StrCat(request.commit_modes_size()));
+  if (rows == 0 || static_cast<uint32_t>(rows) > limits.rows_max)
+    return Expected("sequence_ids", absl::StrCat("1..", limits.rows_max, " ids"),
+                    absl::StrCat(rows));
+  SSMD_RETURN_IF_ERROR(CheckDistinct(request.sequence_ids(), /*zeros_may_repeat=*/true));
   ParsedStep parsed;
   for (int i = 0; i < rows; ++i) {
+    const v1::CommitMode mode = request.commit_modes().empty()
+                                    ? v1::COMMIT_MODE_UNSPECIFIED
+                                    : static_cast<v1::CommitMode>(request.commit_modes(i));
+    if (!v1::CommitMode_IsValid(mode))
+      return Expected(absl::StrCat("commit_modes[", i, "]"),
+                      "COMMIT_MODE_COUNTS or COMMIT_MODE_ALL",
+                      absl::StrCat(static_cast<int>(mode)));
+    if (request.sequence_ids(i) == 0 && request.versions(i) != 0)
+      return Expected(absl::StrCat("versions[", i, "]"), "0 for a padding row (sequence_id 0)",
+                      absl::StrCat(request.versions(i)));
     if (request.draft_tokens(i) > limits.draft_tokens_max)
       return Expected(absl::StrCat("draft_tokens[", i, "]"),
                       absl::StrCat("0..", limits.draft_tokens_max, " (draft_tokens_max)"),
                       absl::StrCat(request.draft_tokens(i)));
-    parsed.request.rows.push_back({.sequence = ids[i],
+    parsed.request.rows.push_back({.sequence = SequenceId{request.sequence_ids(i)},
                                    .version = request.versions(i),
-                                   .draft_tokens = request.draft_tokens(i)});
+                                   .draft_tokens = request.draft_tokens(i),
+                                   .commit_all = mode == v1::COMMIT_MODE_ALL});
   }
   parsed.request.auto_commit = request.auto_commit();
+  parsed.request.allow_partial = request.allow_partial();
   if (request.step_timeout_ms() > limits.step_timeout_ms_max)
     return Expected("step_timeout_ms", absl::StrCat("0..", limits.step_timeout_ms_max),
                     absl::StrCat(request.step_timeout_ms()));
@@ -144,28 +286,12 @@ const void* AlignedBytes(absl::string_view bytes, size_t alignment,
 
 absl::StatusOr<ParsedTensors> ParseVerifyTensors(const v1::VerifyRequest& request,
                                                  const TensorExpectations& expected) {
-  const LayerShape& layer = expected.shape;
-  const uint64_t tokens = expected.token_count;
-  const Dtype activation = expected.formats.activation;
-  const std::vector<uint64_t> keys = {tokens, layer.key_group_count, layer.d_k};
-  const std::vector<uint64_t> values = {tokens, layer.head_count, layer.d_v};
-  const std::vector<uint64_t> per_head = {tokens, layer.head_count};
-  const std::vector<uint64_t> per_channel = {tokens, layer.head_count, layer.d_k};
-  SSMD_RETURN_IF_ERROR(CheckTensor("q", request.q(), activation, keys));
-  SSMD_RETURN_IF_ERROR(CheckTensor("k", request.k(), activation, keys));
-  SSMD_RETURN_IF_ERROR(CheckTensor("v", request.v(), activation, values));
-  SSMD_RETURN_IF_ERROR(CheckTensor("log_alpha", request.log_alpha(), Dtype::kFp32,
-                                   layer.family == Family::kKda ? per_channel : per_head));
-  if (layer.is_delta_rule()) {
-    SSMD_RETURN_IF_ERROR(CheckTensor("beta", request.beta(), Dtype::kFp32, per_head));
-    SSMD_RETURN_IF_ERROR(CheckAbsent("value_scale", request.value_scale(), layer.family));
-  } else {
-    SSMD_RETURN_IF_ERROR(CheckAbsent("beta", request.beta(), layer.family));
-    if (!IsAbsent(request.value_scale()))
-      SSMD_RETURN_IF_ERROR(
-          CheckTensor("value_scale", request.value_scale(), Dtype::kFp32, per_head));
-  }
+  for (const TensorRule& rule : TensorRules(request, expected))
+    SSMD_RETURN_IF_ERROR(CheckRule(rule, expected));
 
+  const LayerShape& layer = expected.shape;
+  const Dtype activation = expected.formats.activation;
+  const std::vector<uint64_t> values = {expected.token_count, layer.head_count, layer.d_v};
   ParsedTensors parsed;
   parsed.output_bytes = TensorBytes(values, expected.formats.output).value_or(UINT64_MAX);
   constexpr uint64_t kReplyOverheadBytes = 128;  // every other field of VerifyResponse
@@ -179,15 +305,23 @@ absl::StatusOr<ParsedTensors> ParseVerifyTensors(const v1::VerifyRequest& reques
   const auto at = [&parsed](const v1::Tensor& tensor, Dtype dtype) {
     return AlignedBytes(tensor.data(), DtypeBytes(dtype), parsed.aligned);
   };
+  const auto activations = [&](const v1::Tensor& tensor) {
+    return IsAbsent(tensor) ? nullptr : at(tensor, activation);
+  };
   const auto floats = [&at](const v1::Tensor& tensor) {
     return IsAbsent(tensor) ? nullptr : static_cast<const float*>(at(tensor, Dtype::kFp32));
   };
-  parsed.inputs = {.q = at(request.q(), activation),
-                   .k = at(request.k(), activation),
-                   .v = at(request.v(), activation),
+  parsed.inputs = {.q = activations(request.q()),
+                   .k = activations(request.k()),
+                   .v = activations(request.v()),
                    .log_alpha = floats(request.log_alpha()),
                    .beta = floats(request.beta()),
                    .value_scale = floats(request.value_scale())};
+  parsed.raw = {.projection = activations(request.projection()),
+                .dt = activations(request.dt()),
+                .a = activations(request.a()),
+                .b = activations(request.b()),
+                .gate = activations(request.gate())};
   return parsed;
 }
 
@@ -206,6 +340,12 @@ void ToProto(const Model& model, v1::ModelFootprint& footprint) {
   footprint.set_record_bytes(geometry.record_bytes());
   footprint.set_reserved_bytes(model.reserved_bytes);
   footprint.set_ring_records(geometry.ring_records());
+  footprint.set_conv_bytes(geometry.conv_bytes());
+}
+
+void ToProto(const SnapshotKey& key, v1::SnapshotKey& proto) {
+  proto.set_digest(key.digest);
+  proto.set_position(key.position);
 }
 
 void ToProto(const SequenceState& state, v1::SequenceInfo& info) {

@@ -1,4 +1,7 @@
 // ssmd.v1.ModelSpec and ModelCapacity <-> plain structs; see validate.h.
+#include <bit>
+#include <cmath>
+
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -14,16 +17,75 @@ absl::Status Expected(absl::string_view field, absl::string_view expected,
                       absl::StrCat(field, ": expected ", expected, ", got ", actual));
 }
 
-absl::Status NotBuilt(absl::string_view field, absl::string_view message) {
-  return WithDetail(absl::UnimplementedError(absl::StrCat(field, ": ", message)), detail::kField,
-                    absl::StrCat("spec.", field));
-}
-
 // Unset is legal here; ValidateGeometry says which formats may be.
 absl::StatusOr<Dtype> ParseDtype(absl::string_view field, v1::DataType dtype) {
   if (!v1::DataType_IsValid(dtype))
     return Expected(field, "a DataType of ssmd.v1", absl::StrCat(static_cast<int>(dtype)));
   return static_cast<Dtype>(dtype);
+}
+
+std::vector<float> Floats(const google::protobuf::RepeatedField<float>& values) {
+  return {values.begin(), values.end()};
+}
+
+std::string EnumName(const std::string& name, int number) {
+  return name.empty() ? absl::StrCat(number) : name;
+}
+
+// Lengths and finiteness are ValidateGeometry's.
+absl::StatusOr<RawParameters> ParseParameters(const std::string& at, Family family,
+                                              const v1::LayerParameters& proto) {
+  RawParameters raw = {.conv_weight = Floats(proto.conv_weight()),
+                       .conv_bias = Floats(proto.conv_bias()),
+                       .a_log = Floats(proto.a_log()),
+                       .dt_bias = Floats(proto.dt_bias()),
+                       .d = Floats(proto.d()),
+                       .qk_l2_norm = proto.qk_l2_norm(),
+                       .gate_lower_bound = proto.gate_lower_bound()};
+  const v1::KdaGate gate = proto.kda_gate();
+  const bool is_kda = family == Family::kKda;
+  const bool known = is_kda ? gate == v1::KDA_GATE_SOFTPLUS || gate == v1::KDA_GATE_LOWER_BOUND
+                            : gate == v1::KDA_GATE_UNSPECIFIED;
+  if (!known)
+    return Expected(at + ".kda_gate",
+                    is_kda ? "KDA_GATE_SOFTPLUS or KDA_GATE_LOWER_BOUND" : "none (not a KDA layer)",
+                    EnumName(v1::KdaGate_Name(gate), gate));
+  if (gate == v1::KDA_GATE_LOWER_BOUND) {
+    raw.kda_gate = KdaGate::kLowerBound;
+    if (!std::isfinite(raw.gate_lower_bound))
+      return Expected(at + ".gate_lower_bound", "a finite number below 0",
+                      absl::StrCat(raw.gate_lower_bound));
+  } else if (std::bit_cast<uint32_t>(raw.gate_lower_bound) != 0) {
+    return Expected(at + ".gate_lower_bound", "none without KDA_GATE_LOWER_BOUND",
+                    absl::StrCat(raw.gate_lower_bound));
+  }
+  return raw;
+}
+
+absl::Status ParseGroupParameters(const std::string& at, v1::InputForm form,
+                                  const v1::LayerGroup& group,
+                                  ModelDescription::LayerGroup& parsed) {
+  const int expected = form == v1::INPUT_FORM_RAW ? group.layer_ids_size() : 0;
+  if (group.parameters_size() != expected)
+    return Expected(at + ".parameters",
+                    expected == 0 ? "none in post-conv form"
+                                  : absl::StrCat(expected, " entries (as layer_ids) in raw form"),
+                    absl::StrCat(group.parameters_size()));
+  for (int i = 0; i < expected; ++i) {
+    const std::string here = absl::StrCat(at, ".parameters[", i, "]");
+    const v1::LayerParameters& proto = group.parameters(i);
+    if (i == 0) parsed.shape.conv_width = proto.conv_width();
+    if (proto.conv_width() != parsed.shape.conv_width)
+      return Expected(here + ".conv_width",
+                      absl::StrCat(parsed.shape.conv_width, " (as the first of its group)"),
+                      absl::StrCat(proto.conv_width()));
+    // Every later check assumes a width that MakeGeometry can lay out.
+    if (proto.conv_width() < 2 || proto.conv_width() > 4)
+      return Expected(here + ".conv_width", "2..4", absl::StrCat(proto.conv_width()));
+    SSMD_ASSIGN_OR_RETURN(RawParameters raw, ParseParameters(here, parsed.shape.family, proto));
+    parsed.parameters.push_back(std::move(raw));
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<ModelDescription::LayerGroup> ParseGroup(absl::string_view at,
@@ -68,6 +130,7 @@ absl::Status ParseGroups(const v1::ModelSpec& spec, ModelDescription& descriptio
         return Expected(id_at, absl::StrCat("at most ", kLayersMax, " layers in a spec"), "more");
     }
     SSMD_ASSIGN_OR_RETURN(ModelDescription::LayerGroup parsed, ParseGroup(at, group));
+    SSMD_RETURN_IF_ERROR(ParseGroupParameters(at, spec.input_form(), group, parsed));
     description.groups.push_back(std::move(parsed));
   }
   return absl::OkStatus();
@@ -93,21 +156,26 @@ absl::Status CheckShard(const v1::ModelSpec& spec) {
   return absl::OkStatus();
 }
 
-// The store speaks of layers[i]; the caller wrote layer_groups[g]. All layers of a group are alike,
-// so it is always the first one that fails.
+// The store speaks of layers[i]; the caller wrote layer_groups[g], and parameters[j] of it.
 absl::Status NameSpecFields(const absl::Status& status, const ModelDescription& description) {
   std::string field = GetDetail(status, detail::kField);
   std::string message(status.message());
   size_t first_layer = 0;
   for (size_t g = 0; g < description.groups.size(); ++g) {
-    const std::string layer = absl::StrCat("layers[", first_layer, "].");
-    if (absl::StartsWith(field, layer)) {
+    const size_t count = description.groups[g].layer_ids.size();
+    for (size_t i = 0; i < count; ++i) {
+      const std::string layer = absl::StrCat("layers[", first_layer + i, "].");
+      if (!absl::StartsWith(field, layer)) continue;
       const std::string group = absl::StrCat("layer_groups[", g, "].");
-      field = absl::StrReplaceAll(field, {{layer, group}});
-      message = absl::StrReplaceAll(message, {{layer, group}});
-      break;
+      const auto rename = [&](const std::string& text) {
+        return absl::StrReplaceAll(
+            text,
+            {{layer + "parameters.", absl::StrCat(group, "parameters[", i, "].")}, {layer, group}});
+      };
+      return WithDetail(absl::Status(status.code(), rename(message)), detail::kField,
+                        absl::StrCat("spec.", rename(field)));
     }
-    first_layer += description.groups[g].layer_ids.size();
+    first_layer += count;
   }
   return WithDetail(absl::Status(status.code(), message), detail::kField,
                     absl::StrCat("spec.", field));
@@ -121,14 +189,13 @@ absl::StatusOr<ModelDescription> ParseModelSpec(const v1::ModelSpec& spec) {
     return Expected("name", absl::StrCat("1..", kNameBytesMax, " bytes"),
                     absl::StrCat(spec.name().size()));
   description.name = spec.name();
+  if (spec.input_form() != v1::INPUT_FORM_POST_CONV && spec.input_form() != v1::INPUT_FORM_RAW)
+    return Expected("input_form", "INPUT_FORM_POST_CONV or INPUT_FORM_RAW",
+                    EnumName(v1::InputForm_Name(spec.input_form()), spec.input_form()));
+  static_assert(static_cast<int>(InputForm::kPostConv) == v1::INPUT_FORM_POST_CONV);
+  static_assert(static_cast<int>(InputForm::kRaw) == v1::INPUT_FORM_RAW);
+  description.input_form = static_cast<InputForm>(spec.input_form());
   SSMD_RETURN_IF_ERROR(ParseGroups(spec, description));
-  if (spec.input_form() == v1::INPUT_FORM_RAW)
-    return NotBuilt("input_form", "INPUT_FORM_RAW is not built yet; use INPUT_FORM_POST_CONV");
-  if (spec.input_form() != v1::INPUT_FORM_POST_CONV)
-    return Expected("input_form", "INPUT_FORM_POST_CONV",
-                    v1::InputForm_IsValid(spec.input_form())
-                        ? v1::InputForm_Name(spec.input_form())
-                        : absl::StrCat(static_cast<int>(spec.input_form())));
   Formats& formats = description.formats;
   SSMD_ASSIGN_OR_RETURN(formats.activation,
                         ParseDtype("activation_dtype", spec.activation_dtype()));
@@ -142,6 +209,12 @@ absl::StatusOr<ModelDescription> ParseModelSpec(const v1::ModelSpec& spec) {
   description.window_records = spec.window_records();
   description.draft_tokens_max = spec.draft_tokens_max();
   description.rollback_tokens_min = spec.rollback_tokens_min();
+  if (!v1::FlushMode_IsValid(spec.flush_mode()))
+    return Expected("flush_mode", "FLUSH_MODE_FUSED or FLUSH_MODE_BACKGROUND",
+                    absl::StrCat(static_cast<int>(spec.flush_mode())));
+  description.flush_mode =
+      spec.flush_mode() == v1::FLUSH_MODE_BACKGROUND ? FlushMode::kBackground : FlushMode::kFused;
+  description.rounding_seed = spec.rounding_seed();
   SSMD_RETURN_IF_ERROR(CheckShard(spec));
   description.tp_rank = spec.tp_rank();
   description.tp_size = spec.tp_size();
@@ -160,6 +233,27 @@ Capacity ParseCapacity(const v1::ModelCapacity& capacity) {
           .steps_max = capacity.steps_max()};
 }
 
+namespace {
+
+void ToProto(const LayerShape& shape, const RawParameters& raw, v1::LayerParameters& proto) {
+  const auto copy = [](const std::vector<float>& from, auto* to) {
+    to->Add(from.begin(), from.end());
+  };
+  proto.set_conv_width(shape.conv_width);
+  copy(raw.conv_weight, proto.mutable_conv_weight());
+  copy(raw.conv_bias, proto.mutable_conv_bias());
+  copy(raw.a_log, proto.mutable_a_log());
+  copy(raw.dt_bias, proto.mutable_dt_bias());
+  copy(raw.d, proto.mutable_d());
+  proto.set_qk_l2_norm(raw.qk_l2_norm);
+  if (shape.family == Family::kKda)
+    proto.set_kda_gate(raw.kda_gate == KdaGate::kLowerBound ? v1::KDA_GATE_LOWER_BOUND
+                                                            : v1::KDA_GATE_SOFTPLUS);
+  proto.set_gate_lower_bound(raw.gate_lower_bound);
+}
+
+}  // namespace
+
 void ToProto(const ModelDescription& description, v1::ModelSpec& spec) {
   spec.set_name(description.name);
   for (const ModelDescription::LayerGroup& group : description.groups) {
@@ -170,6 +264,8 @@ void ToProto(const ModelDescription& description, v1::ModelSpec& spec) {
     proto.set_key_group_count(group.shape.key_group_count);
     proto.set_d_k(group.shape.d_k);
     proto.set_d_v(group.shape.d_v);
+    for (const RawParameters& raw : group.parameters)
+      ToProto(group.shape, raw, *proto.add_parameters());
   }
   static_assert(static_cast<int>(Family::kMamba2) == v1::FAMILY_MAMBA2);
   static_assert(static_cast<int>(Family::kGdn) == v1::FAMILY_GDN);
@@ -188,6 +284,9 @@ void ToProto(const ModelDescription& description, v1::ModelSpec& spec) {
   spec.set_tp_size(description.tp_size);
   spec.set_pp_rank(description.pp_rank);
   spec.set_pp_size(description.pp_size);
+  spec.set_flush_mode(description.flush_mode == FlushMode::kBackground ? v1::FLUSH_MODE_BACKGROUND
+                                                                       : v1::FLUSH_MODE_FUSED);
+  spec.set_rounding_seed(description.rounding_seed);
 }
 
 }  // namespace ssmd

@@ -1,5 +1,8 @@
 #include "state_store/geometry.h"
 
+#include <cmath>
+#include <utility>
+
 #include "absl/strings/str_cat.h"
 
 namespace ssmd {
@@ -32,6 +35,71 @@ absl::Status CheckLayer(size_t index, const LayerShape& layer) {
   return CheckMultiple(at + "d_v", layer.d_v, 8);
 }
 
+absl::Status CheckLength(const std::string& field, size_t length, uint64_t expected,
+                         bool may_be_empty) {
+  if (length == expected || (may_be_empty && length == 0)) return absl::OkStatus();
+  return InvalidField(field, absl::StrCat(field, ": expected ", expected, " values, got ", length));
+}
+
+absl::Status CheckFinite(const std::string& field, const std::vector<float>& values) {
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (std::isfinite(values[i])) continue;
+    return InvalidField(field, absl::StrCat(field, "[", i, "] is not finite"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckRaw(size_t index, const LayerShape& layer, const RawParameters& raw) {
+  const std::string at = absl::StrCat("layers[", index, "].parameters.");
+  const bool is_kda = layer.family == Family::kKda;
+  SSMD_RETURN_IF_ERROR(CheckRange(at + "conv_width", layer.conv_width, 2, 4));
+  SSMD_RETURN_IF_ERROR(CheckLength(at + "conv_weight", raw.conv_weight.size(),
+                                   uint64_t{layer.conv_channels()} * layer.conv_width, false));
+  SSMD_RETURN_IF_ERROR(
+      CheckLength(at + "conv_bias", raw.conv_bias.size(), layer.conv_channels(), true));
+  SSMD_RETURN_IF_ERROR(CheckLength(at + "a_log", raw.a_log.size(), layer.head_count, false));
+  SSMD_RETURN_IF_ERROR(CheckLength(at + "dt_bias", raw.dt_bias.size(),
+                                   uint64_t{layer.head_count} * layer.decays_per_head(), true));
+  SSMD_RETURN_IF_ERROR(
+      CheckLength(at + "d", raw.d.size(), layer.is_delta_rule() ? 0 : layer.head_count, true));
+  for (const auto& [name, values] : {std::pair{"conv_weight", &raw.conv_weight},
+                                     {"conv_bias", &raw.conv_bias},
+                                     {"a_log", &raw.a_log},
+                                     {"dt_bias", &raw.dt_bias},
+                                     {"d", &raw.d}}) {
+    SSMD_RETURN_IF_ERROR(CheckFinite(at + name, *values));
+  }
+  if (raw.qk_l2_norm && !layer.is_delta_rule()) {
+    return InvalidField(at + "qk_l2_norm",
+                        absl::StrCat(at, "qk_l2_norm: only GDN and KDA normalise"));
+  }
+  if (is_kda && raw.kda_gate == KdaGate::kLowerBound && !(raw.gate_lower_bound < 0)) {
+    return InvalidField(
+        at + "gate_lower_bound",
+        absl::StrCat(at, "gate_lower_bound: expected below 0, got ", raw.gate_lower_bound));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckInputForm(const Geometry& geometry) {
+  if (geometry.raw.empty()) {
+    for (const LayerShape& layer : geometry.layers) {
+      if (layer.conv_width != 0)
+        return InvalidField("layer_groups.parameters", "post_conv form has no parameters");
+    }
+    return absl::OkStatus();
+  }
+  if (geometry.raw.size() != geometry.layers.size()) {
+    return InvalidField("layer_groups.parameters",
+                        absl::StrCat("raw form: expected parameters of ", geometry.layers.size(),
+                                     " layers, got ", geometry.raw.size()));
+  }
+  for (size_t i = 0; i < geometry.layers.size(); ++i) {
+    SSMD_RETURN_IF_ERROR(CheckRaw(i, geometry.layers[i], geometry.raw[i]));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckFormats(const Geometry& geometry) {
   const Formats& formats = geometry.formats;
   if (formats.activation == Dtype::kNone)
@@ -51,12 +119,14 @@ absl::Status CheckFormats(const Geometry& geometry) {
                                      has_delta_rule ? "fp16 or fp32" : "none (no GDN or KDA layer)",
                                      ", got ", DtypeName(formats.correction)));
   }
-  if (formats.checkpoint_hp != Dtype::kFp32 || formats.two_precision()) {
-    return WithDetail(
-        absl::UnimplementedError(absl::StrCat(
-            "checkpoint formats ", DtypeName(formats.checkpoint_hp), "/",
-            DtypeName(formats.checkpoint_lp), ": only fp32 without a low-precision copy is built")),
-        detail::kField, "checkpoint_dtype");
+  const bool hp_ok = formats.checkpoint_hp == Dtype::kFp32 || formats.checkpoint_hp == Dtype::kFp16;
+  const bool lp_ok = !formats.two_precision() || formats.checkpoint_lp == Dtype::kFp16;
+  if (!hp_ok || !lp_ok) {
+    return WithDetail(absl::UnimplementedError(absl::StrCat(
+                          "checkpoint formats ", DtypeName(formats.checkpoint_hp), "/",
+                          DtypeName(formats.checkpoint_lp),
+                          ": fp32 or fp16, with or without an fp16 low-precision copy, are built")),
+                      detail::kField, hp_ok ? "checkpoint_lp_dtype" : "checkpoint_dtype");
   }
   return absl::OkStatus();
 }
@@ -81,6 +151,15 @@ uint64_t Geometry::ring_bytes() const {
   return bytes;
 }
 
+uint64_t Geometry::conv_bytes() const {
+  uint64_t bytes = 0;
+  for (const LayerShape& layer : layers) {
+    const RingLayout ring = MakeRingLayout(layer, formats, ring_records());
+    bytes += ring.conv.row_bytes * ring.conv_rows;
+  }
+  return bytes;
+}
+
 uint64_t Geometry::record_bytes() const {
   uint64_t bytes = 0;
   for (const LayerShape& layer : layers)
@@ -102,6 +181,7 @@ absl::Status ValidateGeometry(const Geometry& geometry) {
                                      " + rollback_tokens_min ", geometry.rollback_tokens_min,
                                      " exceeds window_records ", geometry.window_records));
   }
+  SSMD_RETURN_IF_ERROR(CheckInputForm(geometry));
   return CheckFormats(geometry);
 }
 
@@ -118,15 +198,19 @@ absl::Status ValidateCapacity(const Capacity& capacity) {
 BackendSpec MakeBackendSpec(const Geometry& geometry, const Capacity& capacity,
                             bool poison_garbage) {
   return {.layers = geometry.layers,
+          .raw = geometry.raw,
           .formats = geometry.formats,
           .rule = geometry.flush_rule(),
-          .slot_count = capacity.sequences_max + capacity.snapshots_max,
+          .rounding_seed = geometry.rounding_seed,
+          .slot_count = capacity.sequences_max + capacity.snapshots_max + kExportSlots,
           // Every live sequence and snapshot may hold one page of its own; F more are between plan
           // and commit.
-          .page_count = 1 + capacity.sequences_max + capacity.snapshots_max + capacity.spare_pages,
+          .page_count = 1 + capacity.sequences_max + capacity.snapshots_max + kExportSlots +
+                        capacity.spare_pages,
           .step_count = capacity.steps_max,
           .rows_max = capacity.rows_max,
           .folds_max = capacity.spare_pages,
+          .flush_mode = geometry.flush_mode,
           .poison_garbage = poison_garbage};
 }
 

@@ -18,14 +18,18 @@ inline constexpr uint32_t kHeadsMax = 4096;
 inline constexpr uint32_t kWindowRecordsMax = 128;
 inline constexpr uint32_t kSlotsMax = 1u << 20;
 inline constexpr uint32_t kRowsMax = 1u << 16;
+inline constexpr uint32_t kExportSlots = 1;  // exports running at a time
 inline constexpr uint32_t kStepsMax = 4096;
 
 struct Geometry {
   std::vector<LayerShape> layers;
+  std::vector<RawParameters> raw;  // per layer; empty: post_conv form
   Formats formats;
   uint32_t window_records = 16;      // L
   uint32_t draft_tokens_max = 8;     // T_max
   uint32_t rollback_tokens_min = 0;  // K
+  FlushMode flush_mode = FlushMode::kFused;
+  uint64_t rounding_seed = 0;
 
   // R: room for deferred folds; see cursor.h.
   uint32_t ring_records() const { return window_records + 2 * draft_tokens_max; }
@@ -34,6 +38,7 @@ struct Geometry {
   }
   uint64_t checkpoint_bytes() const;  // one page, all layers
   uint64_t ring_bytes() const;        // one slot, all layers
+  uint64_t conv_bytes() const;        // of ring_bytes: convolution windows
   uint64_t record_bytes() const;      // one token, all layers
 };
 

@@ -23,7 +23,8 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(const Options& options,
 
 Store::Store(const Options& options, std::unique_ptr<Backend> backend)
     : options_(options), backend_(std::move(backend)) {
-  const uint32_t slots = options_.capacity.sequences_max + options_.capacity.snapshots_max;
+  const uint32_t slots =
+      options_.capacity.sequences_max + options_.capacity.snapshots_max + kExportSlots;
   for (uint32_t slot = slots; slot > 0; --slot) free_slots_.push_back(SlotIndex{slot - 1});
   for (uint32_t step = options_.capacity.steps_max; step > 0; --step)
     free_steps_.push_back(StepIndex{step - 1});
@@ -71,6 +72,7 @@ absl::StatusOr<std::shared_ptr<Store::Step>> Store::FindStep(OwnerId owner, Step
 // ---- slots
 
 absl::Status Store::CheckRoom(uint32_t count) const {
+  if (retired_) return Retired();
   const uint32_t limit = options_.capacity.sequences_max;
   if (count == 0 || count > limit) {
     return InvalidField(
@@ -124,12 +126,12 @@ Store::Sequence& Store::AddSequence(OwnerId owner, SlotIndex slot, uint64_t posi
 // ---- sequences
 
 absl::StatusOr<NewSequences> Store::CreateSequences(OwnerId owner, uint32_t count) {
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   SSMD_RETURN_IF_ERROR(CheckRoom(count));
   NewSequences created;
   for (uint32_t i = 0; i < count; ++i) {
     const SlotIndex slot = TakeSlot();
-    backend_->ClearSlot(slot, NextWindow());
+    backend_->ClearSlot(slot, NextWindow(), next_rounding_key_++);
     created.ids.push_back(AddSequence(owner, slot, 0).id);
   }
   return created;
@@ -145,8 +147,11 @@ absl::StatusOr<NewSequences> Store::CopyToNew(OwnerId owner, SlotIndex source, u
   NewSequences created{.position = position};
   for (uint32_t i = 0; i < count; ++i) {
     const SlotIndex slot = TakeSlot();
-    absl::Status copied = backend_->CopySlot(
-        {.source = source, .target = slot, .position = position, .window = NextWindow()});
+    absl::Status copied = backend_->CopySlot({.source = source,
+                                              .target = slot,
+                                              .position = position,
+                                              .window = NextWindow(),
+                                              .rounding_key = next_rounding_key_++});
     if (!copied.ok()) {  // only a position outside the window fails, and it fails at the first copy
       SSMD_CHECK(i == 0, "copy %u failed after copy 0 succeeded", i);
       free_slots_.push_back(slot);
@@ -160,19 +165,22 @@ absl::StatusOr<NewSequences> Store::CopyToNew(OwnerId owner, SlotIndex source, u
 
 absl::StatusOr<NewSequences> Store::CreateFromSnapshot(OwnerId owner, const SnapshotKey& key,
                                                        uint32_t count) {
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   auto snapshot = snapshots_.find(key);
   if (snapshot == snapshots_.end()) {
     return absl::NotFoundError(
         absl::StrCat("from_snapshot: no snapshot with this digest at position ", key.position));
   }
   SSMD_RETURN_IF_ERROR(CheckRoom(count));
-  return CopyToNew(owner, snapshot->second, key.position, count);
+  SSMD_ASSIGN_OR_RETURN(NewSequences created,
+                        CopyToNew(owner, snapshot->second.slot, key.position, count));
+  created.worker_window = snapshot->second.worker_window;
+  return created;
 }
 
 absl::StatusOr<NewSequences> Store::Fork(OwnerId owner, SequenceVersion parent, uint32_t count,
                                          std::optional<uint64_t> position) {
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   SSMD_ASSIGN_OR_RETURN(Sequence * sequence, FindVersion(owner, parent));
   SSMD_RETURN_IF_ERROR(CheckRoom(count));
   auto created = CopyToNew(owner, sequence->slot, position.value_or(sequence->position), count);
@@ -195,8 +203,21 @@ void Store::DropSequence(Sequence& sequence) {
   sequences_.erase(sequence.id);
 }
 
-absl::Status Store::Release(OwnerId owner, absl::Span<const SequenceId> ids) {
-  absl::MutexLock lock(&mu_);
+absl::Status Store::CheckIdle(const Sequence& sequence) {
+  if (sequence.open != nullptr) {
+    return ErrorWithReason(
+        absl::StatusCode::kFailedPrecondition, reason::kStepOpen,
+        absl::StrCat(Name(sequence.id), " has ", Name(sequence.open->id), " open"));
+  }
+  if (sequence.importing != nullptr) {
+    return ErrorWithReason(absl::StatusCode::kFailedPrecondition, reason::kImportOpen,
+                           absl::StrCat(Name(sequence.id), " has an import open"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<Store::Sequence*>> Store::FindIdle(
+    OwnerId owner, absl::Span<const SequenceId> ids) const {
   absl::flat_hash_set<SequenceId> seen;
   std::vector<Sequence*> found;
   for (const SequenceId id : ids) {
@@ -205,30 +226,79 @@ absl::Status Store::Release(OwnerId owner, absl::Span<const SequenceId> ids) {
                           absl::StrCat("sequence_ids: ", Name(id), " appears twice"));
     }
     SSMD_ASSIGN_OR_RETURN(Sequence * sequence, Find(owner, id));
-    if (sequence->open != nullptr) {
-      return ErrorWithReason(absl::StatusCode::kFailedPrecondition, reason::kStepOpen,
-                             absl::StrCat(Name(id), " has ", Name(sequence->open->id), " open"));
-    }
+    SSMD_RETURN_IF_ERROR(CheckIdle(*sequence));
     found.push_back(sequence);
   }
+  return found;
+}
+
+absl::Status Store::Release(OwnerId owner, absl::Span<const SequenceId> ids) {
+  MutexLock lock(&mu_);
+  SSMD_ASSIGN_OR_RETURN(const std::vector<Sequence*> found, FindIdle(owner, ids));
   for (Sequence* sequence : found) DropSequence(*sequence);
   return absl::OkStatus();
 }
 
+absl::StatusOr<uint32_t> Store::Flush(OwnerId owner, absl::Span<const SequenceId> ids) {
+  MutexLock lock(&mu_);
+  SSMD_ASSIGN_OR_RETURN(const std::vector<Sequence*> found, FindIdle(owner, ids));
+  uint32_t flushed = 0;
+  for (const Sequence* sequence : found) {
+    auto folded = backend_->FlushSlot(sequence->slot);
+    if (!folded.ok()) {
+      return WithDetail(Annotate(folded.status(), Name(sequence->id)), detail::kRetryAfterMs,
+                        absl::StrCat(options_.retry_after_ms));
+    }
+    flushed += *folded;
+    counters_.flushes_requested += *folded;
+  }
+  return flushed;
+}
+
+absl::StatusOr<std::vector<SequenceState>> Store::ChangeOwner(OwnerId from, OwnerId to,
+                                                              absl::Span<const SequenceId> ids) {
+  MutexLock lock(&mu_);
+  std::vector<SequenceId> all(ids.begin(), ids.end());
+  if (ids.empty()) {
+    for (const auto& [id, sequence] : sequences_) {
+      if (sequence->owner == from) all.push_back(id);
+    }
+    std::sort(all.begin(), all.end());
+  }
+  SSMD_ASSIGN_OR_RETURN(const std::vector<Sequence*> found, FindIdle(from, all));
+  std::vector<SequenceState> states;
+  for (Sequence* sequence : found) {
+    sequence->owner = to;
+    states.push_back(StateOf(*sequence));
+  }
+  return states;
+}
+
+uint32_t Store::CountOwned(OwnerId owner) const {
+  MutexLock lock(&mu_);
+  uint32_t count = 0;
+  for (const auto& [id, sequence] : sequences_) count += sequence->owner == owner;
+  return count;
+}
+
+SequenceState Store::StateOf(const Sequence& sequence) const {
+  return {.id = sequence.id,
+          .version = sequence.version,
+          .position = sequence.position,
+          .floor = backend_->ReadCursor(sequence.slot).base,
+          .open_step = sequence.open ? sequence.open->id : kNoStep};
+}
+
 absl::StatusOr<SequenceState> Store::Get(OwnerId owner, SequenceId id) const {
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   SSMD_ASSIGN_OR_RETURN(const Sequence* sequence, Find(owner, id));
-  return SequenceState{.id = id,
-                       .version = sequence->version,
-                       .position = sequence->position,
-                       .floor = backend_->ReadCursor(sequence->slot).base,
-                       .open_step = sequence->open ? sequence->open->id : kNoStep};
+  return StateOf(*sequence);
 }
 
 std::vector<SequenceState> Store::GetAll(OwnerId owner) const {
   std::vector<SequenceId> ids;
   {
-    absl::MutexLock lock(&mu_);
+    MutexLock lock(&mu_);
     for (const auto& [id, sequence] : sequences_) {
       if (sequence->owner == owner) ids.push_back(id);
     }
@@ -246,18 +316,14 @@ std::vector<SequenceState> Store::GetAll(OwnerId owner) const {
 
 absl::StatusOr<SequenceState> Store::Rollback(OwnerId owner, SequenceVersion wanted,
                                               uint64_t position) {
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   SSMD_ASSIGN_OR_RETURN(Sequence * sequence, Find(owner, wanted.id));
   const auto& last = sequence->last_rollback;
   const bool is_repeat = last.has_value() && last->version_before == wanted.version &&
                          last->position == position && sequence->version == wanted.version + 1;
   if (!is_repeat) {
     SSMD_RETURN_IF_ERROR(FindVersion(owner, wanted).status());
-    if (sequence->open != nullptr) {
-      return ErrorWithReason(
-          absl::StatusCode::kFailedPrecondition, reason::kStepOpen,
-          absl::StrCat(Name(wanted.id), " has ", Name(sequence->open->id), " open"));
-    }
+    SSMD_RETURN_IF_ERROR(CheckIdle(*sequence));
     absl::Status moved = backend_->Rollback(sequence->slot, wanted.version, position);
     if (!moved.ok()) return Annotate(moved, Name(wanted.id));
     ++sequence->version;
@@ -266,65 +332,12 @@ absl::StatusOr<SequenceState> Store::Rollback(OwnerId owner, SequenceVersion wan
     sequence->last_rollback = {wanted.version, position};
     ++counters_.rollbacks;
   }
-  return SequenceState{.id = wanted.id,
-                       .version = sequence->version,
-                       .position = position,
-                       .floor = backend_->ReadCursor(sequence->slot).base};
+  return StateOf(*sequence);
 }
 
-absl::StatusOr<bool> Store::CreateSnapshot(OwnerId owner, SequenceVersion wanted,
-                                           const SnapshotKey& key, bool overwrite) {
-  absl::MutexLock lock(&mu_);
-  if (key.digest.empty() || key.digest.size() > 64) {
-    return InvalidField("key.digest",
-                        absl::StrCat("key.digest: expected 1..64 bytes, got ", key.digest.size()));
-  }
-  auto existing = snapshots_.find(key);
-  if (existing != snapshots_.end() && !overwrite) return false;
-  SSMD_ASSIGN_OR_RETURN(Sequence * sequence, FindVersion(owner, wanted));
-  const bool replaces = existing != snapshots_.end();
-  if (!replaces && snapshots_.size() >= options_.capacity.snapshots_max) {
-    return ErrorWithReason(absl::StatusCode::kResourceExhausted, reason::kNoSnapshotSlot,
-                           absl::StrCat("snapshots_max: all ", options_.capacity.snapshots_max,
-                                        " are in use; delete one"));
-  }
-  const SlotCursor cursor = backend_->ReadCursor(sequence->slot);
-  if (key.position < cursor.base || key.position > cursor.tail) {
-    return OutsideWindow(absl::StrCat("key.position ", key.position, ": ", Name(wanted.id),
-                                      " holds positions ", cursor.base, "..", cursor.tail),
-                         cursor.base, cursor.tail);
-  }
-  if (replaces) {  // validated: from here on nothing fails
-    ReturnSlot(existing->second);
-    snapshots_.erase(existing);
-  }
-  const SlotIndex slot = TakeSlot();
-  const absl::Status copied = backend_->CopySlot({.source = sequence->slot,
-                                                  .target = slot,
-                                                  .position = key.position,
-                                                  .window = options_.geometry.window_records});
-  SSMD_CHECK(copied.ok(), "snapshot copy failed after its check: %s", copied.ToString().c_str());
-  CountCopy(slot);
-  snapshots_.emplace(key, slot);  // visible only now that its bytes are complete
-  ++counters_.snapshots_created;
-  return true;
-}
-
-absl::Status Store::DeleteSnapshot(const SnapshotKey& key) {
-  absl::MutexLock lock(&mu_);
-  auto found = snapshots_.find(key);
-  if (found == snapshots_.end()) {
-    return absl::NotFoundError(
-        absl::StrCat("key: no snapshot with this digest at position ", key.position));
-  }
-  ReturnSlot(found->second);
-  snapshots_.erase(found);
-  return absl::OkStatus();
-}
-
-Store::Released Store::ReleaseOwner(OwnerId owner) {
-  absl::MutexLock lock(&mu_);
-  Released released;
+// Aborts the owner's steps and imports; returns how many steps.
+uint32_t Store::EndOwned(OwnerId owner) {
+  uint32_t steps = 0;
   auto open_step = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) -> std::shared_ptr<Step> {
     for (const auto& [id, step] : open_steps_) {
       if (step->owner == owner) return step;
@@ -334,8 +347,28 @@ Store::Released Store::ReleaseOwner(OwnerId owner) {
   while (std::shared_ptr<Step> step =
              open_step()) {  // waiting lets others run, so look again each time
     AbortLocked(step, "its session ended");
-    ++released.steps;
+    ++steps;
   }
+  auto open_import = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) -> std::shared_ptr<Import> {
+    for (const auto& [id, sequence] : sequences_) {
+      if (sequence->owner == owner && sequence->importing != nullptr) return sequence->importing;
+    }
+    return nullptr;
+  };
+  while (std::shared_ptr<Import> import = open_import()) EndImport(*import);
+  return steps;
+}
+
+Store::Released Store::DetachOwner(OwnerId owner) {
+  MutexLock lock(&mu_);
+  Released kept{.steps = EndOwned(owner)};
+  for (const auto& [id, sequence] : sequences_) kept.sequences += sequence->owner == owner;
+  return kept;
+}
+
+Store::Released Store::ReleaseOwner(OwnerId owner) {
+  MutexLock lock(&mu_);
+  Released released{.steps = EndOwned(owner)};
   std::vector<Sequence*> sequences;
   for (const auto& [id, sequence] : sequences_) {
     if (sequence->owner == owner) sequences.push_back(sequence.get());
@@ -345,23 +378,44 @@ Store::Released Store::ReleaseOwner(OwnerId owner) {
   return released;
 }
 
+absl::StatusOr<uint32_t> Store::Retire() {
+  MutexLock lock(&mu_);
+  if (!sequences_.empty() || !open_steps_.empty() || imports_ + exports_ > 0) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("the model is in use: ", sequences_.size(), " sequences, ", open_steps_.size(),
+                     " steps, ", imports_, " imports, ", exports_, " exports"));
+  }
+  const auto dropped = static_cast<uint32_t>(snapshots_.size());
+  for (const auto& [key, entry] : snapshots_) ReturnSlot(entry.slot);
+  snapshots_.clear();
+  retired_ = true;
+  return dropped;
+}
+
 absl::Status Store::ReadState(OwnerId owner, SequenceId id, uint32_t layer, uint64_t position,
                               absl::Span<float> state) const {
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   SSMD_ASSIGN_OR_RETURN(const Sequence* sequence, Find(owner, id));
   return backend_->ReadState(sequence->slot, layer, position, state);
 }
 
 StoreCounters Store::counters() const {
-  absl::MutexLock lock(&mu_);
-  return counters_;
+  MutexLock lock(&mu_);
+  StoreCounters counters = counters_;
+  const BackgroundBytes background = backend_->ReadBackgroundBytes();
+  counters.checkpoint_read_bytes += background.checkpoint_read;
+  counters.checkpoint_write_bytes += background.checkpoint_write;
+  counters.ring_read_bytes += background.ring_read;
+  return counters;
 }
 
 StoreUsage Store::usage() const {
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   return {.sequences = static_cast<uint32_t>(sequences_.size()),
           .snapshots = static_cast<uint32_t>(snapshots_.size()),
           .open_steps = static_cast<uint32_t>(open_steps_.size()),
+          .imports = imports_,
+          .exports = exports_,
           .pages = backend_->ReadPageCounts()};
 }
 

@@ -30,18 +30,21 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
+#include "kernels/mutex.h"
 #include "state_store/geometry.h"
 
 namespace ssmd {
+
+inline constexpr size_t kWorkerWindowBytesMax = size_t{1} << 20;
 
 enum class SequenceId : uint64_t {};  // [tag 16 | counter 48]; never reused
 enum class StepId : uint64_t {};      // likewise
 enum class OwnerId : uint64_t {};     // a session; embedders use any constant
 inline constexpr StepId kNoStep{0};
+inline constexpr SequenceId kPaddingRow{0};
 
 struct SequenceVersion {
   SequenceId id{};
@@ -66,7 +69,13 @@ struct SnapshotKey {
   }
 };
 
+struct SnapshotOptions {
+  bool overwrite = false;
+  std::string worker_window;  // opaque, at most kWorkerWindowBytesMax
+};
+
 struct NewSequences {
+  std::string worker_window;  // as given to CreateSnapshot
   std::vector<SequenceId> ids;
   uint64_t version = 1;
   uint64_t position = 0;
@@ -74,24 +83,31 @@ struct NewSequences {
 
 struct StepRequest {
   struct Row {
-    SequenceId sequence{};
+    SequenceId sequence{};  // kPaddingRow: tokens that belong to nobody; outputs are zeros
     uint64_t version = 0;
     uint32_t draft_tokens = 0;  // 0..T_max
+    bool commit_all = false;    // its accepted count MUST be draft_tokens
     friend bool operator==(const Row&, const Row&) = default;
   };
   std::vector<Row> rows;
   bool auto_commit = false;
+  bool allow_partial = false;  // a row with a bad sequence or version becomes padding
+  bool SameRows(const StepRequest& other) const {
+    return rows == other.rows && auto_commit == other.auto_commit &&
+           allow_partial == other.allow_partial;
+  }
   absl::Time deadline = absl::InfiniteFuture();  // AbortExpired ends the step after this
 };
 
 struct OpenStep {
   StepId id{};
-  std::vector<uint64_t> positions;  // per row, before the step
+  std::vector<uint64_t> positions;       // per row, before the step; 0 for padding
+  std::vector<absl::Status> row_status;  // per row, with allow_partial
   uint32_t folds = 0;
 };
 
 struct CommitResult {
-  std::vector<uint64_t> versions;  // per row
+  std::vector<uint64_t> versions;  // per row; 0 for padding
   std::vector<uint64_t> positions;
 };
 
@@ -99,8 +115,9 @@ struct VerifyRequest {
   StepId step{};
   uint32_t layer = 0;        // index into Geometry::layers
   uint64_t token_count = 0;  // tokens in `inputs`; checked against the step
-  VerifyInputs inputs;
-  void* output = nullptr;  // output dtype [token_count, head, d_v]
+  VerifyInputs inputs;       // post_conv form
+  RawInputs raw;             // raw form
+  void* output = nullptr;    // output dtype [token_count, head, d_v]
 };
 
 // Sums since the store was made. Byte counts are what the kernels move, record padding included.
@@ -109,9 +126,10 @@ struct StoreCounters {
   uint64_t layers_verified = 0;
   uint64_t tokens_drafted = 0, tokens_accepted = 0;  // of committed steps
   std::array<uint64_t, kDraftTokensMax>
-      tokens_accepted_at{};                          // [i]: rows that accepted more than i tokens
-  uint64_t flushes_fused = 0, flushes_deferred = 0;  // of committed steps
-  uint64_t rollbacks = 0, forks = 0, snapshots_created = 0;
+      tokens_accepted_at{};  // [i]: rows that accepted more than i tokens
+  uint64_t flushes_fused = 0, flushes_background = 0, flushes_requested = 0,
+           flushes_deferred = 0;  // of committed steps
+  uint64_t rollbacks = 0, forks = 0, snapshots_created = 0, imports = 0, exports = 0;
   uint64_t stale_versions = 0, poisoned_rows = 0;
   uint64_t checkpoint_read_bytes = 0, checkpoint_write_bytes = 0;
   uint64_t ring_read_bytes = 0, ring_write_bytes = 0;
@@ -122,9 +140,12 @@ struct StoreCounters {
 };
 
 struct StoreUsage {
-  uint32_t sequences = 0, snapshots = 0, open_steps = 0;
+  uint32_t sequences = 0, snapshots = 0, open_steps = 0, imports = 0, exports = 0;
   PageCounts pages;
 };
+
+class StateImport;
+class StateExport;
 
 class Store {
  public:
@@ -160,6 +181,15 @@ class Store {
   // All or none. Errors: INVALID_ARGUMENT for duplicates, NOT_FOUND, FAILED_PRECONDITION +
   // STEP_OPEN.
   absl::Status Release(OwnerId owner, absl::Span<const SequenceId> ids);
+  // Folds all but K records of each sequence now; returns how many had any. All are checked before
+  // the first is folded. Versions do not change, but a step aborted before a flush may round
+  // differently when it is retried after it. Errors: as Release; RESOURCE_EXHAUSTED + NO_PAGE, and
+  // then those before it stay folded: nothing but their floor has changed.
+  absl::StatusOr<uint32_t> Flush(OwnerId owner, absl::Span<const SequenceId> ids);
+  // Gives sequences of one owner to another; ids empty: all. All or none. Errors:
+  // FAILED_PRECONDITION + STEP_OPEN.
+  absl::StatusOr<std::vector<SequenceState>> ChangeOwner(OwnerId from, OwnerId to,
+                                                         absl::Span<const SequenceId> ids);
   absl::StatusOr<SequenceState> Get(OwnerId owner, SequenceId id) const;
   std::vector<SequenceState> GetAll(OwnerId owner) const;  // ascending by id
 
@@ -179,14 +209,43 @@ class Store {
 
   // Returns false when the key was there and was kept.
   absl::StatusOr<bool> CreateSnapshot(OwnerId owner, SequenceVersion sequence,
-                                      const SnapshotKey& key, bool overwrite = false);
+                                      const SnapshotKey& key, const SnapshotOptions& options = {});
   absl::Status DeleteSnapshot(const SnapshotKey& key);
+  // Stored keys with these digests up to a position, ascending by position.
+  struct Prefixes {
+    std::vector<SnapshotKey> keys;
+    uint32_t too_long = 0;  // stored beyond the position
+  };
+  Prefixes LookupPrefix(absl::Span<const std::string> digests, uint64_t position_max) const;
+  // Up to `count` keys after `after` (by digest, then position); nullopt: from the start.
+  std::vector<SnapshotKey> ListSnapshots(const std::optional<SnapshotKey>& after,
+                                         uint32_t count) const;
+
+  // Replaces a sequence's state through the returned handle; see StateImport.
+  // Errors: those of FindVersion; FAILED_PRECONDITION + STEP_OPEN or IMPORT_OPEN;
+  // RESOURCE_EXHAUSTED + NO_PAGE.
+  absl::StatusOr<std::unique_ptr<StateImport>> BeginImport(OwnerId owner, SequenceVersion sequence);
+  // A private copy of a sequence (at its tail) or of a snapshot; see StateExport.
+  // Errors: RESOURCE_EXHAUSTED + LIMIT_REACHED while another export runs.
+  absl::StatusOr<std::unique_ptr<StateExport>> BeginExport(OwnerId owner, SequenceVersion sequence);
+  absl::StatusOr<std::unique_ptr<StateExport>> BeginExport(const SnapshotKey& key);
 
   struct Released {
     uint32_t sequences = 0, steps = 0;
   };
   // Aborts the owner's steps and releases its sequences. Snapshots stay.
   Released ReleaseOwner(OwnerId owner);
+
+  // As ReleaseOwner, but the sequences stay and keep their owner; `sequences` counts them.
+  Released DetachOwner(OwnerId owner);
+
+  // Drops every snapshot and refuses whatever would make a sequence or a step from here on; returns
+  // how many snapshots there were. Errors: FAILED_PRECONDITION while sequences live or steps,
+  // imports or exports are open.
+  absl::StatusOr<uint32_t> Retire();
+
+  // Sequences of an owner, without looking at them.
+  uint32_t CountOwned(OwnerId owner) const;
 
   // The state of one layer at `position` of the window, FP32 [head, d_v, d_k], by replay; nothing
   // changes.
@@ -197,8 +256,15 @@ class Store {
   StoreUsage usage() const;
 
  private:
+  friend class StateImport;
+  friend class StateExport;
   struct Sequence;
   struct Step;
+  struct Import;
+  struct SnapshotEntry {
+    SlotIndex slot{};
+    std::string worker_window;
+  };
 
   Store(const Options& options, std::unique_ptr<Backend> backend);
 
@@ -208,6 +274,19 @@ class Store {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::StatusOr<std::shared_ptr<Step>> FindStep(OwnerId owner, StepId id) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  static absl::Status CheckIdle(const Sequence& sequence);
+  absl::StatusOr<std::vector<Sequence*>> FindIdle(OwnerId owner,
+                                                  absl::Span<const SequenceId> ids) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  SequenceState StateOf(const Sequence& sequence) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status CheckRows(const StepRequest& request) const;
+  absl::StatusOr<Sequence*> FindRow(OwnerId owner, const StepRequest::Row& row)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::StatusOr<std::unique_ptr<StateExport>> ExportSlot(SlotIndex source, uint64_t position,
+                                                          std::string worker_window)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  uint32_t EndOwned(OwnerId owner) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void EndImport(Import& import) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status CheckRoom(uint32_t count) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   SlotIndex TakeSlot() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void ReturnSlot(SlotIndex slot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -233,7 +312,7 @@ class Store {
   const Options options_;
   const std::unique_ptr<Backend> backend_;
 
-  mutable absl::Mutex mu_;
+  mutable Mutex mu_;
   std::vector<SlotIndex> free_slots_ ABSL_GUARDED_BY(mu_);
   std::vector<StepIndex> free_steps_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<SequenceId, std::unique_ptr<Sequence>> sequences_ ABSL_GUARDED_BY(mu_);
@@ -241,10 +320,57 @@ class Store {
   // Ended steps that some sequence still holds as its last one: what a repeated call is answered
   // from.
   absl::flat_hash_map<StepId, std::shared_ptr<Step>> ended_steps_ ABSL_GUARDED_BY(mu_);
-  absl::flat_hash_map<SnapshotKey, SlotIndex> snapshots_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<SnapshotKey, SnapshotEntry> snapshots_ ABSL_GUARDED_BY(mu_);
+  uint32_t imports_ ABSL_GUARDED_BY(mu_) = 0;
+  uint32_t exports_ ABSL_GUARDED_BY(mu_) = 0;
+  bool retired_ ABSL_GUARDED_BY(mu_) = false;
+  uint64_t next_rounding_key_ ABSL_GUARDED_BY(mu_) = 1;  // of sequences, in order of creation
+  std::shared_ptr<Step> last_padding_step_ ABSL_GUARDED_BY(mu_);
   uint64_t next_id_ ABSL_GUARDED_BY(mu_) = 1;  // of sequences and steps
   uint32_t next_phase_ ABSL_GUARDED_BY(mu_) = 0;
   StoreCounters counters_ ABSL_GUARDED_BY(mu_);
+};
+
+// An import under way: all or nothing. Destroying it before Finish leaves the sequence as it was.
+//
+// While it lives the sequence accepts no step, rollback, flush or release; fork and snapshot see
+// the old state. If its owner's session ends, calls answer ABORTED. Thread-compatible; outlived by
+// the store.
+class StateImport {
+ public:
+  ~StateImport();
+  // `state`: FP32 [head, d_v, d_k] of one layer at `position`, the same in every call.
+  absl::Status WriteLayer(uint32_t layer, uint64_t position, absl::Span<const float> state);
+  // `windows`, raw form: per layer [w - 1, channels] in activation dtype; else empty.
+  // Errors: FAILED_PRECONDITION + LAYERS_MISSING; INVALID_ARGUMENT for windows.
+  absl::StatusOr<SequenceState> Finish(uint64_t position,
+                                       absl::Span<const std::vector<std::byte>> windows);
+
+ private:
+  friend class Store;
+  StateImport(Store* store, std::shared_ptr<Store::Import> import)
+      : store_(store), import_(std::move(import)) {}
+  Store* const store_;
+  const std::shared_ptr<Store::Import> import_;
+};
+
+// A frozen copy of committed state, for reading out. Thread-compatible; outlived by the store.
+class StateExport {
+ public:
+  ~StateExport();
+  uint64_t position() const { return position_; }
+  const std::string& worker_window() const { return worker_window_; }  // of a snapshot
+  absl::Status ReadLayer(uint32_t layer, absl::Span<float> state) const;
+  absl::Status ReadWindow(uint32_t layer, absl::Span<std::byte> window) const;  // raw form
+
+ private:
+  friend class Store;
+  StateExport(Store* store, SlotIndex slot, uint64_t position, std::string worker_window)
+      : store_(store), slot_(slot), position_(position), worker_window_(std::move(worker_window)) {}
+  Store* const store_;
+  const SlotIndex slot_;
+  const uint64_t position_;
+  const std::string worker_window_;
 };
 
 }  // namespace ssmd

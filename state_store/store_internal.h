@@ -28,6 +28,8 @@ inline absl::Status Annotate(const absl::Status& status, absl::string_view prefi
   return result;
 }
 
+inline absl::Status Retired() { return absl::NotFoundError("the model was unregistered"); }
+
 // Guarded by Store::mu_. `version` and `position` mirror the backend's cursor: exact, since every
 // count passes through the host here, but never what a step is planned from.
 struct Store::Sequence {
@@ -37,6 +39,7 @@ struct Store::Sequence {
   uint64_t version = 1;
   uint64_t position = 0;
   std::shared_ptr<Step> open;
+  std::shared_ptr<Import> importing;
   // What a repeated call is answered from: the last mutation is last_commit or last_rollback, not
   // both.
   std::shared_ptr<Step> last_commit;
@@ -47,6 +50,15 @@ struct Store::Sequence {
   std::optional<RollbackRecord> last_rollback;
 };
 
+// Guarded by Store::mu_.
+struct Store::Import {
+  SequenceId sequence{};
+  SlotIndex slot{};
+  std::vector<bool> layer_done;
+  bool open = true;   // false: finished, aborted, or its owner is gone
+  bool busy = false;  // a layer is being written outside the lock
+};
+
 struct Store::Step {
   enum class Phase { kOpen, kCommitted, kAborted };
   StepId id{};
@@ -55,8 +67,9 @@ struct Store::Step {
   StepRequest request;
   OpenStep reply;
   PlanReport report;
+  uint64_t token_count() const { return report.draft_tokens + report.padding_tokens; }
   Phase phase = Phase::kOpen;
-  std::vector<Sequence*> sequences;  // per row, while open
+  std::vector<Sequence*> sequences;  // per row, while open; null for padding
   std::vector<bool> layer_done, layer_busy;
   uint32_t layers_done = 0;
   uint32_t holders = 0;  // sequences that remember this step after its end

@@ -2,6 +2,7 @@
 // backend.
 #include <utility>
 
+#include "absl/container/flat_hash_map.h"
 #include "kernels/check.h"
 #include "state_store/store_internal.h"
 
@@ -25,8 +26,14 @@ std::string PoisonText(uint32_t flags) {
 
 }  // namespace
 
-absl::StatusOr<OpenStep> Store::BeginStep(OwnerId owner, const StepRequest& request) {
-  absl::MutexLock lock(&mu_);
+// The idle sequence at the expected version that a row names.
+absl::StatusOr<Store::Sequence*> Store::FindRow(OwnerId owner, const StepRequest::Row& row) {
+  SSMD_ASSIGN_OR_RETURN(Sequence * sequence, FindVersion(owner, {row.sequence, row.version}));
+  SSMD_RETURN_IF_ERROR(CheckIdle(*sequence));
+  return sequence;
+}
+
+absl::Status Store::CheckRows(const StepRequest& request) const {
   const uint32_t rows_max = options_.capacity.rows_max;
   if (request.rows.empty() || request.rows.size() > rows_max) {
     return InvalidField("sequence_ids",
@@ -34,43 +41,59 @@ absl::StatusOr<OpenStep> Store::BeginStep(OwnerId owner, const StepRequest& requ
                                      " rows (rows_max), got ", request.rows.size()));
   }
   absl::flat_hash_map<SequenceId, size_t> row_of;
-  std::vector<Sequence*> sequences;
   for (size_t i = 0; i < request.rows.size(); ++i) {
     const StepRequest::Row& row = request.rows[i];
-    if (auto [first, is_new] = row_of.emplace(row.sequence, i); !is_new) {
-      return InvalidField("sequence_ids",
-                          absl::StrCat("sequence_ids[", i, "] repeats sequence_ids[", first->second,
-                                       "], ", Name(row.sequence)));
-    }
     if (row.draft_tokens > options_.geometry.draft_tokens_max) {
       return InvalidField("draft_tokens",
                           absl::StrCat("draft_tokens[", i, "]: expected at most ",
                                        options_.geometry.draft_tokens_max,
                                        " (draft_tokens_max), got ", row.draft_tokens));
     }
-    auto sequence = Find(owner, row.sequence);
-    if (!sequence.ok()) return Annotate(sequence.status(), absl::StrCat("row ", i));
-    sequences.push_back(*sequence);
+    if (row.sequence == kPaddingRow) {
+      if (row.version == 0) continue;
+      return InvalidField(
+          "versions",
+          absl::StrCat("versions[", i, "]: a padding row has version 0, got ", row.version));
+    }
+    if (auto [first, is_new] = row_of.emplace(row.sequence, i); !is_new) {
+      return InvalidField("sequence_ids",
+                          absl::StrCat("sequence_ids[", i, "] repeats sequence_ids[", first->second,
+                                       "], ", Name(row.sequence)));
+    }
   }
-  if (const std::shared_ptr<Step>& open = sequences[0]->open;
-      open != nullptr && !open->ending && open->request.rows == request.rows &&
-      open->request.auto_commit == request.auto_commit) {
-    return open->reply;  // a repeat
+  return absl::OkStatus();
+}
+
+absl::StatusOr<OpenStep> Store::BeginStep(OwnerId owner, const StepRequest& request) {
+  MutexLock lock(&mu_);
+  if (retired_) return Retired();
+  SSMD_RETURN_IF_ERROR(CheckRows(request));
+  for (const StepRequest::Row& row : request.rows) {  // is it a repeat?
+    auto found = sequences_.find(row.sequence);
+    if (found == sequences_.end() || found->second->owner != owner) continue;
+    const std::shared_ptr<Step>& open = found->second->open;
+    if (open == nullptr) continue;  // with allow_partial this row may be one that was left out
+    if (!open->ending && open->request.SameRows(request)) return open->reply;
+    break;
   }
 
+  std::vector<Sequence*> sequences;
   std::vector<PlanRow> plan;
   OpenStep reply;
   for (size_t i = 0; i < request.rows.size(); ++i) {
     const StepRequest::Row& row = request.rows[i];
-    auto current = FindVersion(owner, {row.sequence, row.version});
-    if (!current.ok()) return Annotate(current.status(), absl::StrCat("row ", i));
-    if (sequences[i]->open != nullptr) {
-      return ErrorWithReason(absl::StatusCode::kFailedPrecondition, reason::kStepOpen,
-                             absl::StrCat("row ", i, ": ", Name(row.sequence), " has ",
-                                          Name(sequences[i]->open->id), " open"));
+    Sequence* sequence = nullptr;
+    absl::Status status;
+    if (row.sequence != kPaddingRow) {
+      auto found = FindRow(owner, row);
+      if (!found.ok()) status = Annotate(found.status(), absl::StrCat("row ", i));
+      if (!found.ok() && !request.allow_partial) return status;
+      if (found.ok()) sequence = *found;
     }
-    plan.push_back({sequences[i]->slot, row.version, row.draft_tokens});
-    reply.positions.push_back(sequences[i]->position);
+    sequences.push_back(sequence);
+    plan.push_back({sequence ? sequence->slot : kNoSlot, row.version, row.draft_tokens});
+    reply.positions.push_back(sequence ? sequence->position : 0);
+    if (request.allow_partial) reply.row_status.push_back(status);
   }
   if (free_steps_.empty()) {
     return Exhausted(reason::kLimit,
@@ -98,16 +121,18 @@ absl::StatusOr<OpenStep> Store::BeginStep(OwnerId owner, const StepRequest& requ
   reply.id = step->id;
   reply.folds = report->folds;
   step->reply = reply;
-  for (Sequence* sequence : sequences) sequence->open = step;
+  for (Sequence* sequence : sequences) {
+    if (sequence != nullptr) sequence->open = step;
+  }
   open_steps_.emplace(step->id, step);
   ++counters_.steps_begun;
   return reply;
 }
 
 absl::StatusOr<uint64_t> Store::StepTokenCount(OwnerId owner, StepId id) const {
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   SSMD_ASSIGN_OR_RETURN(const std::shared_ptr<Step> step, FindStep(owner, id));
-  return step->report.draft_tokens;
+  return step->token_count();
 }
 
 void Store::CountVerify(const Step& step, uint32_t layer) {
@@ -129,14 +154,14 @@ absl::StatusOr<std::optional<CommitResult>> Store::Verify(OwnerId owner,
                                                           const VerifyRequest& request) {
   std::shared_ptr<Step> step;
   {
-    absl::MutexLock lock(&mu_);
+    MutexLock lock(&mu_);
     SSMD_ASSIGN_OR_RETURN(step, FindStep(owner, request.step));
     if (request.layer >= options_.geometry.layers.size()) {
       return InvalidField("layer_id", absl::StrCat("layer index ", request.layer, " of ",
                                                    options_.geometry.layers.size(), " layers"));
     }
-    if (request.token_count != step->report.draft_tokens) {
-      return InvalidField("q", absl::StrCat("expected ", step->report.draft_tokens,
+    if (request.token_count != step->token_count()) {
+      return InvalidField("q", absl::StrCat("expected ", step->token_count(),
                                             " tokens (the step's), got ", request.token_count));
     }
     // The same layer twice at a time would write the same records: one waits for the other.
@@ -159,10 +184,11 @@ absl::StatusOr<std::optional<CommitResult>> Store::Verify(OwnerId owner,
                                .layer = request.layer,
                                .token_count = request.token_count,
                                .inputs = request.inputs,
+                               .raw = request.raw,
                                .output = request.output});
   }
 
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   step->layer_busy[request.layer] = false;
   --step->verifies_running;
   std::string why;
@@ -195,11 +221,23 @@ absl::StatusOr<std::optional<CommitResult>> Store::Verify(OwnerId owner,
 }
 
 void Store::CloseStep(const std::shared_ptr<Step>& step) {
-  for (Sequence* sequence : step->sequences) sequence->open.reset();
+  uint32_t live = 0;
+  for (Sequence* sequence : step->sequences) {
+    if (sequence == nullptr) continue;
+    sequence->open.reset();
+    ++live;
+  }
   step->sequences.clear();
   free_steps_.push_back(step->index);
   open_steps_.erase(step->id);
+  if (live > 0) {
+    ended_steps_.emplace(step->id, step);
+    return;
+  }
+  // Nobody can remember a step of padding alone, so the store does, one at a time.
+  Record(last_padding_step_, nullptr);
   ended_steps_.emplace(step->id, step);
+  Record(last_padding_step_, step);
 }
 
 absl::StatusOr<CommitResult> Store::CommitLocked(const std::shared_ptr<Step>& step,
@@ -208,6 +246,11 @@ absl::StatusOr<CommitResult> Store::CommitLocked(const std::shared_ptr<Step>& st
   if (!committed.ok()) return Annotate(committed, Name(step->id));
   CommitResult result;
   for (size_t i = 0; i < accepted.size(); ++i) {
+    if (step->sequences[i] == nullptr) {
+      result.versions.push_back(0);
+      result.positions.push_back(0);
+      continue;
+    }
     Sequence& sequence = *step->sequences[i];
     ++sequence.version;
     sequence.position += accepted[i];
@@ -221,6 +264,7 @@ absl::StatusOr<CommitResult> Store::CommitLocked(const std::shared_ptr<Step>& st
   ++counters_.steps_committed;
   counters_.tokens_drafted += step->report.draft_tokens;
   counters_.flushes_fused += step->report.folds;
+  counters_.flushes_background += step->report.background_used;
   counters_.flushes_deferred += step->report.folds_deferred;
   step->phase = Step::Phase::kCommitted;
   step->accepted.assign(accepted.begin(), accepted.end());
@@ -231,7 +275,7 @@ absl::StatusOr<CommitResult> Store::CommitLocked(const std::shared_ptr<Step>& st
 
 absl::StatusOr<CommitResult> Store::Commit(OwnerId owner, StepId id,
                                            absl::Span<const uint32_t> accepted) {
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   SSMD_ASSIGN_OR_RETURN(const std::shared_ptr<Step> step, FindStep(owner, id));
   auto settled = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     return step->phase != Step::Phase::kOpen || (!step->ending && step->verifies_running == 0);
@@ -252,8 +296,16 @@ absl::StatusOr<CommitResult> Store::Commit(OwnerId owner, StepId id,
                         absl::StrCat("accepted: expected ", step->request.rows.size(),
                                      " counts (rows of the step), got ", accepted.size()));
   }
+  for (size_t i = 0; i < accepted.size(); ++i) {
+    const StepRequest::Row& row = step->request.rows[i];
+    if (!row.commit_all || accepted[i] == row.draft_tokens) continue;
+    return WithDetail(
+        absl::OutOfRangeError(absl::StrCat("accepted[", i, "]: row commits all of its ",
+                                           row.draft_tokens, " tokens, got ", accepted[i])),
+        detail::kField, "accepted");
+  }
   // A step without tokens has nothing to verify.
-  if (step->report.draft_tokens > 0 && step->layers_done < step->layer_done.size()) {
+  if (step->token_count() > 0 && step->layers_done < step->layer_done.size()) {
     return ErrorWithReason(absl::StatusCode::kFailedPrecondition, reason::kLayersMissing,
                            absl::StrCat(Name(id), ": ", step->layers_done, " of ",
                                         step->layer_done.size(), " layers are verified"));
@@ -273,13 +325,13 @@ void Store::AbortLocked(const std::shared_ptr<Step>& step, absl::string_view why
   step->why_aborted = std::string(why);
   ++counters_.steps_aborted;
   for (Sequence* sequence : step->sequences) {
-    Record(sequence->last_abort, step);
+    if (sequence != nullptr) Record(sequence->last_abort, step);
   }
   CloseStep(step);
 }
 
 absl::Status Store::Abort(OwnerId owner, StepId id) {
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   SSMD_ASSIGN_OR_RETURN(const std::shared_ptr<Step> step, FindStep(owner, id));
   if (step->phase == Step::Phase::kOpen) AbortLocked(step, "AbortStep was called");
   if (step->phase == Step::Phase::kCommitted) {
@@ -289,7 +341,7 @@ absl::Status Store::Abort(OwnerId owner, StepId id) {
 }
 
 uint32_t Store::AbortExpired(absl::Time now) {
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   std::vector<std::shared_ptr<Step>> expired;
   for (const auto& [id, step] : open_steps_) {
     if (step->request.deadline <= now) expired.push_back(step);

@@ -36,7 +36,8 @@ trap stop EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-"$server" --listen 127.0.0.1:0 --metrics-listen 127.0.0.1:0 \
+# The server refuses SSMD_ variables that are not settings of its own.
+env -u SSMD_KEEP_LOG "$server" --listen 127.0.0.1:0 --metrics-listen 127.0.0.1:0 \
   --drain-timeout-ms 0 >"$folder/ready" 2>"$log" &
 server_pid=$!
 

@@ -11,7 +11,7 @@ namespace ssmd::demo {
 namespace {
 
 constexpr double kUnitRoundoff = 0x1p-24, kNoise = 0x1p-14;
-constexpr double kFactor = 28.0;
+constexpr double kFactor = 36.0;
 constexpr size_t kChunk = 16;
 
 double Difference(absl::Span<const float> a, absl::Span<const float> b) {
@@ -52,7 +52,7 @@ Comparison Compare(absl::Span<const Stream> streams, absl::Span<const Stream> ot
 
 absl::StatusOr<Tolerance> MeasureTolerance(const HybridModel& model, const Stream& stream,
                                            const std::function<void(uint64_t bytes)>& progress) {
-  LocalSsm<float> noisy(kNoise);
+  LocalSsm<float> noisy(model.ssm_parameters(), kNoise);
   absl::StatusOr<std::vector<SsmLayers::Handle>> sequence = noisy.Create(1);
   if (!sequence.ok()) return sequence.status();
   SequenceCache cache;

@@ -105,16 +105,21 @@ absl::Status Demo::Connect() {
   client_ = *std::move(client);
   auto capabilities = client_->GetCapabilities();
   if (!capabilities.ok()) return capabilities.status();
-  auto registered = client_->RegisterModel(DemoModelSpec(kModelName), DemoModelCapacity());
+  auto registered = client_->RegisterModel(
+      DemoModelSpec(kModelName, model_->ssm_parameters(), options_.remote.form, options_.flush),
+      DemoModelCapacity());
   if (!registered.ok()) return registered.status();
   registered_ = *registered;
   auto session = client_->OpenSession({.client_name = "ssmd-demo"});
   if (!session.ok()) return session.status();
   session_ = *std::move(session);
-  remote_ = std::make_unique<RemoteSsm>(*session_, registered_.model_id());
+  auto remote =
+      RemoteSsm::Open(*session_, registered_.model_id(), model_->ssm_parameters(), options_.remote);
+  if (!remote.ok()) return remote.status();
+  remote_ = *std::move(remote);
   flushes_before_ = StatusOfModel(client_->GetStatus(), registered_.model_id()).flushes();
   if (!options_.metrics.empty()) {
-    absl::StatusOr<Samples> samples = FetchMetrics(options_.metrics);
+    absl::StatusOr<client::Samples> samples = client::FetchMetrics(options_.metrics);
     if (!samples.ok()) return samples.status();
     metrics_before_ = *std::move(samples);
   }
@@ -136,7 +141,20 @@ absl::Status Demo::Connect() {
                                      ByteSize(static_cast<double>(footprint.ring_bytes())),
                                      footprint.ring_records(),
                                      ByteSize(static_cast<double>(footprint.reserved_bytes()))));
-  PrintItem("worker", "this process: all but the recurrences; it holds no recurrent state");
+  const bool raw = options_.remote.form == v1::INPUT_FORM_RAW;
+  if (footprint.conv_bytes() > 0)
+    PrintItem("", absl::StrFormat("of a slot, %s convolution windows",
+                                  ByteSize(static_cast<double>(footprint.conv_bytes()))));
+  PrintItem("", absl::StrFormat("flushes: %s", options_.flush == v1::FLUSH_MODE_BACKGROUND
+                                                   ? "in the background, ahead of time"
+                                                   : "fused, inside the verify that needs one"));
+  PrintItem("worker", raw ? "this process: projections, attention, MLPs, sampling; it holds no"
+                          : "this process: all but the recurrences; it holds no recurrent state,");
+  PrintItem("", raw ? "recurrent state and no convolution window (raw input form)"
+                    : "but the convolutions' windows (post_conv input form)");
+  PrintItem("transport", options_.remote.transport == Transport::kStream
+                             ? "one Steps stream, commits ride on the next step's begin"
+                             : "a unary call each");
   return absl::OkStatus();
 }
 
@@ -193,7 +211,7 @@ absl::Status Demo::GenerateRemotely() {
 
 absl::Status Demo::CompareWithLocal() {
   PrintHeading("2. The same with the recurrences in this process, without the server");
-  LocalSsm<float> local;
+  LocalSsm<float> local(model_->ssm_parameters());
   std::vector<Stream> streams;
   absl::StatusOr<GenerateStats> stats = RunAll(local, streams, "in this process");
   if (!stats.ok()) return stats.status();
@@ -212,7 +230,7 @@ absl::Status Demo::CompareWithLocal() {
   PrintItem("logits",
             absl::StrFormat("largest difference %.2e over %s positions of 256",
                             comparison.logit_difference, WithCommas(comparison.positions)));
-  PrintItem("tolerance", absl::StrFormat("%.2e = 28 times %.2e, one FP32 rounding per place",
+  PrintItem("tolerance", absl::StrFormat("%.2e = 36 times %.2e, one FP32 rounding per place",
                                          tolerance->logit, tolerance->amplified));
   if (!comparison.tokens_equal)
     PrintItem("tokens", absl::StrCat("first difference: ", comparison.first_difference));
@@ -286,6 +304,7 @@ absl::Status Demo::ResumeElsewhere() {
     if (!stats.ok()) return stats.status();
     resumed = ResumeInNewProcess({.server = options_.server,
                                   .weights = options_.weights,
+                                  .remote = options_.remote,
                                   .state_file = state_file,
                                   .new_bytes = options_.resume_bytes},
                                  scratch_folder_, pid);
@@ -294,7 +313,7 @@ absl::Status Demo::ResumeElsewhere() {
   DEMO_RETURN_IF_ERROR(remote_->DeleteSnapshot(key));
   const bool identical = stream.text.substr(seen) == *resumed;
   PrintItem("snapshot",
-            absl::StrFormat("position %d; worker's own file: %s", key.position(),
+            absl::StrFormat("position %d; worker's file (KV cache, text): %s", key.position(),
                             ByteSize(static_cast<double>(std::filesystem::file_size(state_file)))));
   PrintItem("process", absl::StrFormat("%d, from this one's snapshot and file", pid));
   absl::PrintF("  resumed in a new process: identical for %d tokens: %s\n", options_.resume_bytes,
@@ -309,13 +328,16 @@ absl::Status Demo::Finish() {
       StatusOfModel(client_->GetStatus(), registered_.model_id()).flushes() - flushes_before_;
   PrintItem("flushes", absl::StrFormat("%s checkpoints written", WithCommas(flushes)));
   if (!options_.metrics.empty()) {
-    absl::StatusOr<Samples> after = FetchMetrics(options_.metrics);
+    absl::StatusOr<client::Samples> after = client::FetchMetrics(options_.metrics);
     if (!after.ok()) return after.status();
     const auto moved = [&](const std::string& name, const std::string& label = "") {
-      return SumOf(*after, name, label) - SumOf(metrics_before_, name, label);
+      return client::SumOf(*after, name, label) - client::SumOf(metrics_before_, name, label);
     };
     const char bytes[] = "ssmd_state_bytes_total";
     const double total = moved(bytes), baseline = moved("ssmd_write_every_step_bytes_total");
+    const double fused = moved("ssmd_flushes_total", "reason=\"fused\""),
+                 background = moved("ssmd_flushes_total", "reason=\"background\"");
+    PrintItem("", absl::StrFormat("%.0f fused, %.0f in the background", fused, background));
     PrintItem("state bytes",
               absl::StrFormat("%s: checkpoints %s read, %s written; records %s", ByteSize(total),
                               ByteSize(moved(bytes, "kind=\"checkpoint_hp_read")),
@@ -344,7 +366,9 @@ absl::Status Demo::Finish() {
   absl::PrintF(
       "  %-48s %.2f\n", "tokens committed per step",
       static_cast<double>(remote_stats_.new_bytes) / static_cast<double>(remote_stats_.steps));
-  absl::PrintF("  %-48s %.0f\n", "tokens/s",
+  absl::PrintF("  %-48s %.0f\n",
+               options_.remote.transport == Transport::kStream ? "tokens/s, over one stream"
+                                                               : "tokens/s, over unary calls",
                static_cast<double>(remote_stats_.new_bytes) / remote_stats_.seconds);
   for (const auto& [name, good] : checks_) absl::PrintF("  %-48s %s\n", name, YesNo(good));
   return absl::OkStatus();

@@ -10,8 +10,8 @@
 #include "absl/status/statusor.h"
 #include "client/demo/compare.h"
 #include "client/demo/generate.h"
-#include "client/demo/metrics_page.h"
 #include "client/demo/remote_ssm.h"
+#include "client/tools/metrics_page.h"
 
 namespace ssmd::demo {
 
@@ -22,6 +22,8 @@ struct DemoOptions {
   uint32_t prompts = 5, prompt_bytes = 128, new_bytes = 420;
   uint32_t resume_bytes = 200;
   float temperature = 0.8f;
+  RemoteOptions remote;
+  v1::FlushMode flush = v1::FLUSH_MODE_FUSED;
   uint32_t fork_bytes = 120;
 };
 
@@ -61,7 +63,7 @@ class Demo {
   v1::RegisterModelResponse registered_;
   std::unique_ptr<client::Session> session_;
   std::unique_ptr<RemoteSsm> remote_;
-  Samples metrics_before_;
+  client::Samples metrics_before_;
   uint64_t flushes_before_ = 0;
 
   std::vector<Stream> remote_streams_;

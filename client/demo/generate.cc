@@ -91,7 +91,7 @@ absl::Status Prefill(const HybridModel& model, SsmLayers& ssm, absl::Span<Stream
       active.push_back(stream);
       accepted.push_back(static_cast<uint32_t>(size));
     }
-    if (rows.empty()) return absl::OkStatus();
+    if (rows.empty()) return ssm.Settle();
     absl::StatusOr<Matrix> logits = model.Forward(rows, ssm);
     if (!logits.ok()) return logits.status();
     if (absl::Status status = model.Commit(rows, accepted, ssm); !status.ok()) return status;
@@ -162,6 +162,7 @@ absl::StatusOr<GenerateStats> Generate(const HybridModel& model, SsmLayers& ssm,
     stats.batches += 1;
     if (options.progress) options.progress(stats.new_bytes);
   }
+  if (absl::Status settled = ssm.Settle(); !settled.ok()) return settled;
   stats.seconds = SecondsSince(start);
   return stats;
 }

@@ -29,6 +29,7 @@ absl::StatusOr<std::vector<SsmLayers::Handle>> LocalSsm<Real>::Create(uint32_t c
     State& state = states_[handles.back()];
     for (size_t layer = 0; layer < kSsmShapes.size(); ++layer)
       state[layer] = ZeroState(kSsmShapes[layer]);
+    conv_.Create(handles.back());
   }
   return handles;
 }
@@ -41,14 +42,17 @@ absl::StatusOr<std::vector<SsmLayers::Handle>> LocalSsm<Real>::Fork(Handle paren
     handles.push_back(Handle{next_handle_++});
     State copy = states_[parent];
     states_[handles.back()] = std::move(copy);
+    conv_.Fork(parent, handles.back());
   }
   return handles;
 }
 
 template <typename Real>
 absl::Status LocalSsm<Real>::Release(absl::Span<const Handle> sequences) {
-  for (Handle sequence : sequences)
+  for (Handle sequence : sequences) {
     if (states_.erase(sequence) == 0) return absl::NotFoundError("Release: no such sequence");
+    conv_.Release(sequence);
+  }
   return absl::OkStatus();
 }
 
@@ -58,6 +62,7 @@ absl::Status LocalSsm<Real>::Begin(absl::Span<const Row> rows) {
   for (const Row& row : rows)
     if (!states_.contains(row.sequence)) return absl::NotFoundError("Begin: no such sequence");
   rows_.assign(rows.begin(), rows.end());
+  conv_.Begin(rows);
   done_.fill(false);
   open_ = true;
   return absl::OkStatus();
@@ -84,7 +89,7 @@ typename LocalSsm<Real>::Vector LocalSsm<Real>::Product(const Matrix& s, const V
 
 template <typename Real>
 typename LocalSsm<Real>::Vector LocalSsm<Real>::Update(const SsmShape& shape,
-                                                       const SsmInputs& inputs, size_t token,
+                                                       const RecurrenceInputs& inputs, size_t token,
                                                        uint32_t head, Matrix& s) {
   const size_t group = token * shape.groups + head / (shape.heads / shape.groups);
   const size_t item = token * shape.heads + head;
@@ -112,6 +117,7 @@ absl::Status LocalSsm<Real>::Layer(size_t layer, const SsmInputs& inputs,
                                    absl::Span<float> output) {
   if (!open_) return absl::FailedPreconditionError("Layer: no step is open");
   const SsmShape& shape = kSsmShapes[layer];
+  const RecurrenceInputs recurrence = conv_.Layer(layer, inputs);
   std::vector<LayerState>& drafted = drafted_[layer];
   drafted.clear();
   size_t token = 0;
@@ -119,12 +125,13 @@ absl::Status LocalSsm<Real>::Layer(size_t layer, const SsmInputs& inputs,
     for (uint32_t t = 0; t < row.tokens; ++t, ++token) {
       drafted.push_back(t == 0 ? states_.at(row.sequence)[layer] : drafted.back());
       for (uint32_t head = 0; head < shape.heads; ++head) {
-        const Vector o = Update(shape, inputs, token, head, drafted.back()[head]);
+        const Vector o = Update(shape, recurrence, token, head, drafted.back()[head]);
         float* out = output.data() + (token * shape.heads + head) * shape.d_v;
         Eigen::Map<Eigen::VectorXf>(out, shape.d_v) = o.template cast<float>();
       }
     }
   }
+  conv_.AddSkip(layer, recurrence.v, output);
   done_[layer] = true;
   return absl::OkStatus();
 }
@@ -137,6 +144,7 @@ absl::Status LocalSsm<Real>::Commit(absl::Span<const uint32_t> accepted) {
   for (size_t i = 0; i < rows_.size(); ++i)
     if (accepted[i] > rows_[i].tokens)
       return absl::OutOfRangeError("Commit: more accepted than drafted");
+  conv_.Commit(accepted);
   size_t first = 0;
   for (size_t i = 0; i < rows_.size(); ++i) {
     if (accepted[i] > 0)
@@ -144,15 +152,22 @@ absl::Status LocalSsm<Real>::Commit(absl::Span<const uint32_t> accepted) {
         states_.at(rows_[i].sequence)[layer] = std::move(drafted_[layer][first + accepted[i] - 1]);
     first += rows_[i].tokens;
   }
-  return Abort();
+  EndStep();
+  return absl::OkStatus();
 }
 
 template <typename Real>
 absl::Status LocalSsm<Real>::Abort() {
+  conv_.Abort();
+  EndStep();
+  return absl::OkStatus();
+}
+
+template <typename Real>
+void LocalSsm<Real>::EndStep() {
   open_ = false;
   rows_.clear();
   for (std::vector<LayerState>& drafted : drafted_) drafted.clear();
-  return absl::OkStatus();
 }
 
 template class LocalSsm<float>;

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <exception>
 #include <fstream>
+#include <map>
 #include <sstream>
 #include <string>
 
@@ -48,7 +49,7 @@ int RunEval(const DemoOptions& options, uint64_t bytes) {
   std::string text = std::move(contents).str();
   const bool all = bytes == 0 || bytes >= text.size();
   if (!all) text.resize(bytes);
-  ssmd::demo::LocalSsm<float> ssm;
+  ssmd::demo::LocalSsm<float> ssm((*model)->ssm_parameters());
   absl::StatusOr<double> bits;
   {
     ssmd::demo::Progress progress("evaluating", text.size());
@@ -72,6 +73,23 @@ int RunResume(const ssmd::demo::ResumeOptions& options) {
   if (!text.ok()) return Fail(text.status());
   std::fwrite(text->data(), 1, text->size(), stdout);
   return 0;
+}
+
+void AddRemoteFlags(CLI::App& app, ssmd::demo::RemoteOptions& remote) {
+  using ssmd::demo::Transport;
+  static const std::map<std::string, ssmd::v1::InputForm> kForms = {
+      {"raw", ssmd::v1::INPUT_FORM_RAW}, {"post_conv", ssmd::v1::INPUT_FORM_POST_CONV}};
+  static const std::map<std::string, Transport> kTransports = {{"stream", Transport::kStream},
+                                                               {"unary", Transport::kUnary}};
+  app.add_option("--input-form", remote.form,
+                 "raw: the server runs the convolutions too; post_conv: the worker does")
+      ->transform(CLI::CheckedTransformer(kForms).description(""))
+      ->type_name("raw|post_conv")
+      ->default_str("raw");
+  app.add_option("--transport", remote.transport, "of the steps: one stream, or a call each")
+      ->transform(CLI::CheckedTransformer(kTransports).description(""))
+      ->type_name("stream|unary")
+      ->default_str("stream");
 }
 
 int Main(int argc, char** argv) {
@@ -111,6 +129,14 @@ int Main(int argc, char** argv) {
       ->check(CLI::Range(0.0, 10.0))
       ->capture_default_str();
 
+  AddRemoteFlags(app, options.remote);
+  static const std::map<std::string, ssmd::v1::FlushMode> kFlushes = {
+      {"fused", ssmd::v1::FLUSH_MODE_FUSED}, {"background", ssmd::v1::FLUSH_MODE_BACKGROUND}};
+  app.add_option("--flush", options.flush, "when the server folds records into checkpoints")
+      ->transform(CLI::CheckedTransformer(kFlushes).description(""))
+      ->type_name("fused|background")
+      ->default_str("fused");
+
   CLI::App* eval = app.add_subcommand(
       "eval", "bits per byte of held-out text, with the recurrences in this process");
   eval->add_option("--weights", options.weights, "the model")
@@ -127,6 +153,7 @@ int Main(int argc, char** argv) {
   resume->add_option("--state", resume_options.state_file, "what the worker saved")
       ->required()
       ->type_name("FILE");
+  AddRemoteFlags(*resume, resume_options.remote);
   resume->add_option("--tokens", resume_options.new_bytes, "new bytes")->required();
   app.require_subcommand(0, 1);
 

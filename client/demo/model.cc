@@ -42,17 +42,6 @@ Matrix RmsNorm(const Matrix& x, const Matrix& weight) {
 
 float Sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 float Silu(float x) { return x * Sigmoid(x); }
-float Softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
-
-// Each run of 128 channels to unit length, times `scale`.
-Matrix L2Norm(Matrix x, float scale) {
-  for (Eigen::Index n = 0; n < x.rows(); ++n)
-    for (Eigen::Index begin = 0; begin < x.cols(); begin += 128) {
-      auto part = x.row(n).segment(begin, 128);
-      part *= scale / std::sqrt(part.squaredNorm() + 1e-6f);
-    }
-  return x;
-}
 
 // Rotates pairs (i, i + 32) of each 64-wide head by position * 10000^(-i / 32).
 void Rotate(RowVector x, uint64_t position, float* out) {
@@ -101,6 +90,11 @@ class HybridModel::Loader {
     return Eigen::Map<const Matrix>(values->data(), rows, static_cast<Eigen::Index>(shape.back()));
   }
 
+  std::vector<float> GetVector(const std::string& name, std::vector<uint64_t> shape) {
+    const Matrix values = Get(name, std::move(shape));
+    return {values.data(), values.data() + values.size()};
+  }
+
   const absl::Status& status() const { return status_; }
   uint64_t count() const { return count_; }
 
@@ -134,22 +128,23 @@ absl::StatusOr<std::unique_ptr<HybridModel>> HybridModel::Load(const Safetensors
     const SsmShape& shape = kSsmShapes[block.index];
     const uint32_t channels = ConvChannels(shape.family);
     block.in_proj = load.Get(mixer + "in_proj.weight", {ProjectionWidth(shape.family), kModelDim});
-    block.conv_weight = load.Get(mixer + "conv.weight", {channels, kConvWidth});
-    block.a_log = load.Get(mixer + "A_log", {shape.heads});
+    SsmParameters& small = model->ssm_parameters_[block.index];
+    small.conv_weight = load.GetVector(mixer + "conv.weight", {channels, kConvWidth});
+    small.a_log = load.GetVector(mixer + "A_log", {shape.heads});
     switch (shape.family) {
       case SsmFamily::kMamba2:
-        block.conv_bias = load.Get(mixer + "conv.bias", {channels});
-        block.skip = load.Get(mixer + "D", {shape.heads});
-        block.dt_bias = load.Get(mixer + "dt_bias", {shape.heads});
+        small.conv_bias = load.GetVector(mixer + "conv.bias", {channels});
+        small.d = load.GetVector(mixer + "D", {shape.heads});
+        small.dt_bias = load.GetVector(mixer + "dt_bias", {shape.heads});
         block.mixer_norm = load.Get(mixer + "norm.weight", {kMixerDim});
         break;
       case SsmFamily::kGdn:
-        block.dt_bias = load.Get(mixer + "dt_bias", {shape.heads});
+        small.dt_bias = load.GetVector(mixer + "dt_bias", {shape.heads});
         block.mixer_norm = load.Get(mixer + "norm.weight", {shape.d_v});
         break;
       case SsmFamily::kKda:
         block.f_proj = load.Get(mixer + "f_proj.weight", {shape.heads * shape.d_k, kGateRank});
-        block.dt_bias = load.Get(mixer + "dt_bias", {shape.heads, shape.d_k});
+        small.dt_bias = load.GetVector(mixer + "dt_bias", {shape.heads, shape.d_k});
         block.mixer_norm = load.Get(mixer + "norm.weight", {shape.d_v});
         break;
     }
@@ -159,80 +154,30 @@ absl::StatusOr<std::unique_ptr<HybridModel>> HybridModel::Load(const Safetensors
   return model;
 }
 
-Matrix HybridModel::Convolve(const Block& block, const Matrix& inputs,
-                             absl::Span<const ModelRow> rows) {
-  Matrix y(inputs.rows(), inputs.cols());
-  Eigen::Index n = 0;
-  for (const ModelRow& row : rows) {
-    ConvWindow& window = row.cache->conv_[block.index];
-    for (size_t t = 0; t < row.tokens.size(); ++t, ++n) {
-      window.Append({inputs.row(n).data(), static_cast<size_t>(inputs.cols())});
-      const int64_t oldest = window.end() - kConvWidth;
-      for (Eigen::Index c = 0; c < inputs.cols(); ++c) {
-        float sum = block.conv_bias.size() > 0 ? block.conv_bias(0, c) : 0.0f;
-        for (uint32_t tap = 0; tap < kConvWidth; ++tap)
-          sum += block.conv_weight(c, tap) * window.row(oldest + tap)[c];
-        y(n, c) = Silu(sum);
-      }
-    }
-  }
-  return y;
-}
-
 absl::StatusOr<Matrix> HybridModel::SsmMixer(const Block& block, const Matrix& x,
-                                             absl::Span<const ModelRow> rows,
                                              SsmLayers& ssm) const {
   const SsmShape& shape = kSsmShapes[block.index];
   const bool mamba2 = shape.family == SsmFamily::kMamba2, kda = shape.family == SsmFamily::kKda;
-  const Eigen::Index n = x.rows(), heads = shape.heads;
+  const Eigen::Index heads = shape.heads, channels = ConvChannels(shape.family);
   const Matrix projected = Linear(x, block.in_proj);
-  const Eigen::Index conv_begin = mamba2 ? kMixerDim : 0, conv_size = block.conv_weight.rows();
-  const Eigen::Index z_begin = mamba2 ? 0 : conv_size, rest = kMixerDim + conv_size;
-  const Matrix conv = Convolve(block, projected.middleCols(conv_begin, conv_size), rows);
+  const Eigen::Index conv_begin = mamba2 ? kMixerDim : 0, z_begin = mamba2 ? 0 : channels;
+  const Eigen::Index rest = kMixerDim + channels;
+  const Matrix projection = projected.middleCols(conv_begin, channels);
   const Matrix z = projected.middleCols(z_begin, kMixerDim);
-
-  Matrix q, k, v, log_alpha, beta, value_scale;
-  if (mamba2) {
-    v = conv.leftCols(256);
-    k = conv.middleCols(256, 128);
-    q = conv.rightCols(128);
-  } else {
-    q = L2Norm(conv.leftCols(256), 1.0f / std::sqrt(128.0f));
-    k = L2Norm(conv.middleCols(256, 256), 1.0f);
-    v = conv.rightCols(256);
-    // b follows z (KDA) or a (GDN).
-    beta = projected.middleCols(kda ? rest : rest + heads, heads).unaryExpr(&Sigmoid);
-  }
-  // log_alpha = -exp(A_log) softplus(gate + dt_bias), per head or per head and channel.
   const Matrix gate = kda ? Linear(projected.rightCols(kGateRank), block.f_proj)
                           : Matrix(projected.middleCols(rest, heads));
-  const Eigen::Index width = gate.cols() / heads;
-  log_alpha.resize(n, gate.cols());
-  if (mamba2) value_scale.resize(n, heads);
-  for (Eigen::Index i = 0; i < n; ++i)
-    for (Eigen::Index c = 0; c < gate.cols(); ++c) {
-      const float dt = Softplus(gate(i, c) + block.dt_bias.data()[c]);
-      log_alpha(i, c) = -std::exp(block.a_log(0, c / width)) * dt;
-      if (mamba2) value_scale(i, c) = dt;
-    }
+  Matrix b;  // follows z (KDA) or a (GDN)
+  if (!mamba2) b = projected.middleCols(kda ? rest : rest + heads, heads);
 
-  Matrix o(n, kMixerDim);
-  absl::Status status = ssm.Layer(block.index,
-                                  {.q = All(q),
-                                   .k = All(k),
-                                   .v = All(v),
-                                   .log_alpha = All(log_alpha),
-                                   .beta = All(beta),
-                                   .value_scale = All(value_scale)},
-                                  {o.data(), static_cast<size_t>(o.size())});
+  Matrix o(x.rows(), kMixerDim);
+  absl::Status status =
+      ssm.Layer(block.index, {.projection = All(projection), .gate = All(gate), .b = All(b)},
+                {o.data(), static_cast<size_t>(o.size())});
   if (!status.ok()) return status;
 
   const Matrix gates = z.unaryExpr(&Silu);
-  if (!mamba2) return Linear(RmsNorm(o, block.mixer_norm).cwiseProduct(gates), block.out_proj);
-  for (Eigen::Index head = 0; head < heads; ++head)
-    o.middleCols(head * shape.d_v, shape.d_v) +=
-        block.skip(0, head) * v.middleCols(head * shape.d_v, shape.d_v);
-  return Linear(RmsNorm(o.cwiseProduct(gates), block.mixer_norm), block.out_proj);
+  if (mamba2) return Linear(RmsNorm(o.cwiseProduct(gates), block.mixer_norm), block.out_proj);
+  return Linear(RmsNorm(o, block.mixer_norm).cwiseProduct(gates), block.out_proj);
 }
 
 Matrix HybridModel::Attention(const Block& block, const Matrix& x,
@@ -292,7 +237,7 @@ absl::StatusOr<Matrix> HybridModel::Forward(absl::Span<const ModelRow> rows, Ssm
     if (block.attention) {
       x += Attention(block, normed, rows);
     } else {
-      absl::StatusOr<Matrix> mixed = SsmMixer(block, normed, rows, ssm);
+      absl::StatusOr<Matrix> mixed = SsmMixer(block, normed, ssm);
       if (!mixed.ok()) {
         // Drop the rows that this step appended; nothing committed is touched.
         for (const ModelRow& row : rows) row.cache->Truncate(row.cache->position()).IgnoreError();

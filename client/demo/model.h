@@ -1,4 +1,5 @@
-// HybridModel: the demo's byte-level hybrid language model, everything but the recurrences.
+// HybridModel: the demo's byte-level hybrid language model, everything but what lies between an SSM
+// layer's projections and its gated norm (ssm.h).
 //
 //   embedding; 8 blocks  x += mixer(norm1(x)); x += mlp(norm2(x));  norm; logits = embedding x
 //   mixers: mamba2, gdn, kda, attention, twice; d_model 256, no biases (train/model.py is the spec)
@@ -49,6 +50,8 @@ class HybridModel {
                       SsmLayers& ssm) const;
 
   uint64_t parameter_count() const { return parameter_count_; }
+  // Of convolutions and gates, for who evaluates them. Lives as long as the model.
+  const AllSsmParameters& ssm_parameters() const { return ssm_parameters_; }
 
  private:
   struct Block {
@@ -56,20 +59,19 @@ class HybridModel {
     size_t index = 0;  // among the SSM layers, or among the attention layers
     Matrix norm1, norm2, in_proj, out_proj, gate, up, down;
     // SSM blocks only:
-    Matrix conv_weight, conv_bias, mixer_norm, a_log, dt_bias, skip, f_proj;
+    Matrix mixer_norm, f_proj;
   };
   class Loader;
 
   HybridModel() = default;
 
-  absl::StatusOr<Matrix> SsmMixer(const Block& block, const Matrix& x,
-                                  absl::Span<const ModelRow> rows, SsmLayers& ssm) const;
+  absl::StatusOr<Matrix> SsmMixer(const Block& block, const Matrix& x, SsmLayers& ssm) const;
   Matrix Attention(const Block& block, const Matrix& x, absl::Span<const ModelRow> rows) const;
-  static Matrix Convolve(const Block& block, const Matrix& inputs, absl::Span<const ModelRow> rows);
 
   uint64_t parameter_count_ = 0;
   Matrix embedding_, norm_;
   std::array<Block, 8> blocks_;
+  AllSsmParameters ssm_parameters_;
 };
 
 }  // namespace ssmd::demo

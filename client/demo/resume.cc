@@ -11,9 +11,13 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "client/demo/remote_ssm.h"
 
 namespace ssmd::demo {
+
+const char* FlagOf(v1::InputForm form) { return form == v1::INPUT_FORM_RAW ? "raw" : "post_conv"; }
+const char* FlagOf(Transport transport) {
+  return transport == Transport::kStream ? "stream" : "unary";
+}
 
 absl::Status SaveWorker(const Stream& stream, uint64_t model_id, const std::string& digest,
                         const std::string& path) {
@@ -49,7 +53,9 @@ absl::StatusOr<std::string> Resume(const ResumeOptions& options) {
   auto session = (*client)->OpenSession({.client_name = "ssmd-demo resume"});
   if (!session.ok()) return session.status();
 
-  RemoteSsm ssm(**session, model_id);
+  auto remote = RemoteSsm::Open(**session, model_id, (*model)->ssm_parameters(), options.remote);
+  if (!remote.ok()) return remote.status();
+  RemoteSsm& ssm = **remote;
   v1::SnapshotKey key;
   key.set_digest(file->Metadata("snapshot_digest"));
   key.set_position(stream.cache.position());
@@ -61,6 +67,7 @@ absl::StatusOr<std::string> Resume(const ResumeOptions& options) {
   auto stats = Generate(**model, ssm, streams, {.new_bytes = options.new_bytes});
   if (!stats.ok()) return stats.status();
   if (absl::Status status = ssm.Release({stream.ssm}); !status.ok()) return status;
+  remote->reset();  // ends its stream
   if (auto closed = (*session)->Close(); !closed.ok()) return closed.status();
   return stream.text.substr(seen);
 }
@@ -68,11 +75,13 @@ absl::StatusOr<std::string> Resume(const ResumeOptions& options) {
 absl::StatusOr<std::string> ResumeInNewProcess(const ResumeOptions& options,
                                                const std::string& scratch_folder, int64_t& pid) {
   const std::string output = scratch_folder + "/resumed.txt";
-  std::vector<std::string> arguments = {"ssmd-demo", "resume",
-                                        "--server",  options.server,
-                                        "--weights", options.weights,
-                                        "--state",   options.state_file,
-                                        "--tokens",  absl::StrCat(options.new_bytes)};
+  std::vector<std::string> arguments = {"ssmd-demo",    "resume",
+                                        "--server",     options.server,
+                                        "--weights",    options.weights,
+                                        "--state",      options.state_file,
+                                        "--tokens",     absl::StrCat(options.new_bytes),
+                                        "--input-form", FlagOf(options.remote.form),
+                                        "--transport",  FlagOf(options.remote.transport)};
   std::vector<char*> argv;
   argv.reserve(arguments.size() + 1);
   for (std::string& argument : arguments) argv.push_back(argument.data());

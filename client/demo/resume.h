@@ -1,7 +1,8 @@
 // Moving a running generation to a new worker process.
 //
-// The recurrent state moves as a snapshot on the server; what the worker itself keeps (attention
-// keys and values, convolution windows, the text with its last, unseen byte) moves in a small file.
+// The recurrent state moves as a snapshot on the server, with the convolution windows; what the
+// worker itself keeps (attention keys and values, the text with its last, unseen byte) moves in a
+// small file.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/demo/generate.h"
+#include "client/demo/remote_ssm.h"
 
 namespace ssmd::demo {
 
@@ -17,8 +19,14 @@ namespace ssmd::demo {
 absl::Status SaveWorker(const Stream& stream, uint64_t model_id, const std::string& digest,
                         const std::string& path);
 
+// The flags --input-form and --transport.
+const char* FlagOf(v1::InputForm form);
+const char* FlagOf(Transport transport);
+
 struct ResumeOptions {
-  std::string server, weights, state_file;
+  std::string server, weights;
+  RemoteOptions remote;
+  std::string state_file;
   uint32_t new_bytes = 0;
 };
 

@@ -5,10 +5,16 @@
 // does not know which one it talks to.
 //
 // A step: Begin(rows), then Layer(...) once for each SSM layer, then Commit(accepted) or Abort().
-// Tensors are row-major floats, packed by token over all rows (N = sum of tokens):
-//   q, k         [N, group, d_k]      v, output  [N, head, d_v]
-//   log_alpha    [N, head], KDA [N, head, d_k]
-//   beta         [N, head], GDN and KDA; else empty     value_scale  [N, head], Mamba-2; else empty
+// A layer takes the projections before the short convolution and returns what the gated norm takes:
+// convolution, gates, norms, recurrence and D x lie between. Tensors are row-major floats, packed
+// by token over all rows (N = sum of tokens):
+//   projection  [N, channels]   Mamba-2 x|B|C, GDN and KDA q|k|v
+//   gate        [N, head]       Mamba-2 dt, GDN a, before bias and softplus; KDA [N, head, d_k]
+//   b           [N, head]       GDN and KDA, before the sigmoid; else empty
+//   output      [N, head, d_v]
+//
+// A commit may take effect with the next call only (it then travels with it), and its error come
+// from there; Settle() waits for it.
 //
 // Errors: those of the implementation. After a failed Begin or Layer the step is over and the
 // sequences are as before it. Not thread-safe.
@@ -42,8 +48,24 @@ inline constexpr std::array<SsmShape, 6> kSsmShapes = {{
     {SsmFamily::kKda, 6, 2, 2, 128, 128},
 }};
 
+inline constexpr uint32_t kConvWidth = 4;
+
+constexpr uint32_t ConvChannels(SsmFamily family) {
+  return family == SsmFamily::kMamba2 ? 512 : 768;
+}
+
+// The small parameters of one SSM layer.
+struct SsmParameters {
+  std::vector<float> conv_weight;  // [channels, kConvWidth]; the last tap is the current token
+  std::vector<float> conv_bias;    // [channels]; Mamba-2, else empty
+  std::vector<float> a_log;        // [head]
+  std::vector<float> dt_bias;      // [head], KDA [head, d_k]
+  std::vector<float> d;            // [head]; Mamba-2, else empty
+};
+using AllSsmParameters = std::array<SsmParameters, kSsmShapes.size()>;
+
 struct SsmInputs {
-  absl::Span<const float> q, k, v, log_alpha, beta, value_scale;
+  absl::Span<const float> projection, gate, b;
 };
 
 class SsmLayers {
@@ -66,6 +88,7 @@ class SsmLayers {
   // Keeps the first accepted[i] tokens of each row.
   virtual absl::Status Commit(absl::Span<const uint32_t> accepted) = 0;
   virtual absl::Status Abort() = 0;
+  virtual absl::Status Settle() { return absl::OkStatus(); }
 };
 
 }  // namespace ssmd::demo

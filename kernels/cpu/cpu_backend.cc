@@ -4,13 +4,16 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
+#include <type_traits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
 #include "kernels/check.h"
 #include "kernels/cpu/control_block.h"
+#include "kernels/cpu/raw_kernel.h"
 #include "kernels/cpu/verify_kernel.h"
+#include "kernels/mutex.h"
 
 namespace ssmd::cpu {
 namespace {
@@ -64,24 +67,79 @@ struct Layer {
   LayerShape shape;
   PageLayout page;
   RingLayout ring;
-  Pool pages;  // [page]
-  Pool rings;  // [slot]
+  std::optional<RawLayer> raw;  // raw form
+  Pool pages;                   // [page]
+  Pool rings;                   // [slot]
   std::byte* PageAt(PageIndex index) const { return pages.data() + ToInt(index) * page.page_bytes; }
   std::byte* RingAt(SlotIndex index) const { return rings.data() + ToInt(index) * ring.slot_bytes; }
+  // Raw form: the convolution inputs of one position.
+  std::byte* ConvRow(SlotIndex index, uint64_t position) const {
+    return RingAt(index) + ring.conv.offset_bytes +
+           RingRow(position, ring.conv_rows) * ring.conv.row_bytes;
+  }
+  uint64_t conv_payload_bytes(const Formats& formats) const {
+    return uint64_t{shape.conv_channels()} * DtypeBytes(formats.activation);
+  }
+};
+
+// Bytes of one token in each packed tensor.
+struct TokenBytes {
+  TokenBytes(const LayerShape& shape, const Formats& formats)
+      : element(DtypeBytes(formats.activation)),
+        keys(element * shape.key_group_count * shape.d_k),
+        values(element * shape.head_count * shape.d_v),
+        heads(element * shape.head_count),
+        projection(element * shape.conv_channels()),
+        gate(heads * shape.d_k),
+        floats(sizeof(float) * shape.head_count),
+        log_alpha(floats * shape.decays_per_head()) {}
+  const uint64_t element, keys, values, heads, projection, gate, floats, log_alpha;
 };
 
 // Pointer into a packed per-token tensor; null stays null.
 template <typename T>
-const T* AtToken(const T* tensor, uint64_t token, uint64_t bytes_per_token) {
-  return tensor == nullptr ? nullptr
-                           : reinterpret_cast<const T*>(reinterpret_cast<const std::byte*>(tensor) +
-                                                        token * bytes_per_token);
+T* AtToken(T* tensor, uint64_t token, uint64_t bytes_per_token) {
+  using Byte = std::conditional_t<std::is_const_v<T>, const std::byte, std::byte>;
+  return tensor == nullptr
+             ? nullptr
+             : reinterpret_cast<T*>(reinterpret_cast<Byte*>(tensor) + token * bytes_per_token);
+}
+VerifyInputs AtToken(const VerifyInputs& in, uint64_t token, const TokenBytes& bytes) {
+  return {.q = AtToken(in.q, token, bytes.keys),
+          .k = AtToken(in.k, token, bytes.keys),
+          .v = AtToken(in.v, token, bytes.values),
+          .log_alpha = AtToken(in.log_alpha, token, bytes.log_alpha),
+          .beta = AtToken(in.beta, token, bytes.floats),
+          .value_scale = AtToken(in.value_scale, token, bytes.floats)};
+}
+RawInputs AtToken(const RawInputs& in, uint64_t token, const TokenBytes& bytes) {
+  return {.projection = AtToken(in.projection, token, bytes.projection),
+          .dt = AtToken(in.dt, token, bytes.heads),
+          .a = AtToken(in.a, token, bytes.heads),
+          .b = AtToken(in.b, token, bytes.heads),
+          .gate = AtToken(in.gate, token, bytes.gate)};
+}
+RawOutputs AtToken(const RawOutputs& out, uint64_t token, const TokenBytes& bytes) {
+  return {.q = AtToken(out.q, token, bytes.keys),
+          .k = AtToken(out.k, token, bytes.keys),
+          .v = AtToken(out.v, token, bytes.values),
+          .log_alpha = AtToken(out.log_alpha, token, bytes.log_alpha),
+          .beta = AtToken(out.beta, token, bytes.floats),
+          .value_scale = AtToken(out.value_scale, token, bytes.floats)};
 }
 
 class CpuBackend : public Backend {
  public:
-  CpuBackend(const BackendSpec& spec, Executor* executor, std::vector<Layer> layers)
-      : spec_(spec), executor_(executor), layers_(std::move(layers)), control_(spec) {
+  CpuBackend(const BackendSpec& spec, Executor* executor, TaskQueue* background,
+             std::vector<Layer> layers)
+      : spec_(spec),
+        executor_(executor),
+        layers_(std::move(layers)),
+        flushes_(
+            static_cast<uint32_t>(layers_.size()),
+            [this](const BackgroundFlush& flush, uint32_t layer) { FoldLayer(flush, layer); },
+            background),
+        control_(spec, &flushes_) {
     if (!spec_.poison_garbage) return;
     for (const Layer& layer : layers_) {
       std::memset(layer.rings.data(), kPoisonByte, spec_.slot_count * layer.ring.slot_bytes);
@@ -93,14 +151,14 @@ class CpuBackend : public Backend {
 
   const char* name() const override { return "cpu"; }
 
-  void ClearSlot(SlotIndex slot, uint32_t window) override {
-    absl::MutexLock lock(&mu_);
-    control_.ClearSlot(slot, window);
+  void ClearSlot(SlotIndex slot, uint32_t window, uint64_t rounding_key) override {
+    MutexLock lock(&mu_);
+    control_.ClearSlot(slot, window, rounding_key);
     AfterMutation(slot);
   }
 
   absl::StatusOr<PlanReport> Plan(const PlanParams& params) override {
-    absl::MutexLock lock(&mu_);
+    MutexLock lock(&mu_);
     auto report = control_.Plan(params);
     if (spec_.poison_garbage) control_.CheckInvariants();
     return report;
@@ -109,24 +167,28 @@ class CpuBackend : public Backend {
   absl::StatusOr<VerifyReport> Verify(const VerifyParams& params) override;
 
   absl::Status Commit(const CommitParams& params) override {
-    absl::MutexLock lock(&mu_);
+    MutexLock lock(&mu_);
     const std::vector<StepRow> rows =
         spec_.poison_garbage ? control_.rows(params.step) : std::vector<StepRow>();
     SSMD_RETURN_IF_ERROR(control_.Commit(params));
-    for (const StepRow& row : rows) AfterMutation(row.slot);
+    for (const StepRow& row : rows) {
+      if (row.slot != kNoSlot) AfterMutation(row.slot);
+    }
     return absl::OkStatus();
   }
 
   void Abort(StepIndex step) override {
-    absl::MutexLock lock(&mu_);
+    MutexLock lock(&mu_);
     const std::vector<StepRow> rows =
         spec_.poison_garbage ? control_.rows(step) : std::vector<StepRow>();
     control_.Abort(step);
-    for (const StepRow& row : rows) AfterMutation(row.slot);
+    for (const StepRow& row : rows) {
+      if (row.slot != kNoSlot) AfterMutation(row.slot);
+    }
   }
 
   absl::Status Rollback(SlotIndex slot, uint64_t version, uint64_t position) override {
-    absl::MutexLock lock(&mu_);
+    MutexLock lock(&mu_);
     SSMD_RETURN_IF_ERROR(control_.Rollback(slot, version, position));
     AfterMutation(slot);
     return absl::OkStatus();
@@ -135,22 +197,52 @@ class CpuBackend : public Backend {
   absl::Status CopySlot(const CopySlotParams& params) override;
 
   void ReleaseSlot(SlotIndex slot) override {
-    absl::MutexLock lock(&mu_);
+    MutexLock lock(&mu_);
     control_.ReleaseSlot(slot);
     AfterMutation(slot);  // a released cursor owns no record
   }
+
+  absl::StatusOr<bool> FlushSlot(SlotIndex slot) override {
+    MutexLock lock(&mu_);
+    SSMD_ASSIGN_OR_RETURN(const bool flushed, control_.FlushSlot(slot));
+    AfterMutation(slot);
+    return flushed;
+  }
+
+  absl::Status BeginImport(SlotIndex slot, uint64_t version) override {
+    MutexLock lock(&mu_);
+    return control_.BeginImport(slot, version);
+  }
+  void WriteImport(SlotIndex slot, uint32_t layer, uint64_t position,
+                   absl::Span<const float> state) override;
+  void EndImport(SlotIndex slot, uint64_t position,
+                 absl::Span<const std::vector<std::byte>> windows) override;
+  void AbortImport(SlotIndex slot) override {
+    MutexLock lock(&mu_);
+    control_.AbortImport(slot);
+    AfterMutation(slot);
+  }
+
+  absl::Status ReadWindow(SlotIndex slot, uint32_t layer, uint64_t position,
+                          absl::Span<std::byte> window) override;
 
   absl::Status ReadState(SlotIndex slot, uint32_t layer, uint64_t position,
                          absl::Span<float> state) override;
 
   SlotCursor ReadCursor(SlotIndex slot) override {
-    absl::MutexLock lock(&mu_);
+    MutexLock lock(&mu_);
     return control_.cursor(slot);
   }
 
   PageCounts ReadPageCounts() override {
-    absl::MutexLock lock(&mu_);
+    MutexLock lock(&mu_);
     return control_.page_counts();
+  }
+
+  BackgroundBytes ReadBackgroundBytes() override {
+    return {.checkpoint_read = background_read_.load(std::memory_order_relaxed),
+            .checkpoint_write = background_write_.load(std::memory_order_relaxed),
+            .ring_read = background_ring_.load(std::memory_order_relaxed)};
   }
 
  private:
@@ -158,18 +250,34 @@ class CpuBackend : public Backend {
   // `slot`.
   void AfterMutation(SlotIndex slot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
-  GroupItem MakeItem(const Layer& layer, SlotIndex slot, PageIndex source) const {
+  // One layer of a background flush. Takes no lock: the flush owns its pages and records until it
+  // is dropped.
+  void FoldLayer(const BackgroundFlush& flush, uint32_t index);
+
+  // An item that reads HP, or LP where there is one and `reads_hp` is false.
+  GroupItem MakeItem(const Layer& layer, SlotIndex slot, PageIndex source, bool reads_hp) const {
+    const bool lp = !reads_hp && spec_.formats.two_precision();
     return {.shape = &layer.shape,
             .formats = &spec_.formats,
             .ring_layout = &layer.ring,
             .ring = layer.RingAt(slot),
-            .source = reinterpret_cast<const float*>(layer.PageAt(source))};
+            .source = layer.PageAt(source) + (lp ? layer.page.lp_offset_bytes : 0),
+            .source_dtype = lp ? spec_.formats.checkpoint_lp : spec_.formats.checkpoint_hp};
+  }
+
+  void SetTarget(GroupItem& item, const Layer& layer, PageIndex page,
+                 const RoundingKey& rounding) const {
+    item.target_hp = layer.PageAt(page);
+    if (spec_.formats.two_precision()) item.target_lp = item.target_hp + layer.page.lp_offset_bytes;
+    item.rounding = rounding;
   }
 
   const BackendSpec spec_;
   Executor* const executor_;
   const std::vector<Layer> layers_;
-  absl::Mutex mu_;  // the control stream
+  std::atomic<uint64_t> background_read_{0}, background_write_{0}, background_ring_{0};
+  BackgroundFlushes flushes_;
+  Mutex mu_;  // the control stream
   ControlBlock control_ ABSL_GUARDED_BY(mu_);
 };
 
@@ -197,6 +305,11 @@ void CpuBackend::AfterMutation(SlotIndex slot) {
                     kPoisonByte, component.row_bytes);
       }
     });
+    if (layer.ring.conv_rows == 0) continue;
+    const uint64_t history = std::min<uint64_t>(cursor.base, layer.shape.conv_width - 1);
+    for (uint64_t p = cursor.tail; p < cursor.tail + (layer.ring.conv_rows - h - history); ++p) {
+      std::memset(layer.ConvRow(slot, p), kPoisonByte, layer.ring.conv.row_bytes);
+    }
   }
 }
 
@@ -206,10 +319,13 @@ absl::StatusOr<VerifyReport> CpuBackend::Verify(const VerifyParams& params) {
   const LayerShape& shape = layer.shape;
   const std::vector<StepRow>* rows = nullptr;
   {
-    absl::MutexLock lock(&mu_);
+    MutexLock lock(&mu_);
     rows = &control_.rows(
         params.step);  // immutable while the step is open, which the caller guarantees
   }
+
+  const uint64_t output_bytes =
+      uint64_t{shape.head_count} * shape.d_v * DtypeBytes(spec_.formats.output);
 
   struct LiveRow {
     uint32_t row;
@@ -218,42 +334,57 @@ absl::StatusOr<VerifyReport> CpuBackend::Verify(const VerifyParams& params) {
   std::vector<LiveRow> live;
   uint64_t token = 0;
   for (uint32_t i = 0; i < rows->size(); ++i) {
-    if ((*rows)[i].draft_tokens == 0) continue;
-    live.push_back({i, token});
-    token += (*rows)[i].draft_tokens;
+    const StepRow& row = (*rows)[i];
+    if (row.slot == kNoSlot) {
+      std::memset(static_cast<std::byte*>(params.output) + token * output_bytes, 0,
+                  row.draft_tokens * output_bytes);
+    } else if (row.draft_tokens > 0) {
+      live.push_back({i, token});
+    }
+    token += row.draft_tokens;
   }
   SSMD_CHECK(token == params.token_count, "%lu tokens for a plan of %lu",
              static_cast<unsigned long>(params.token_count), static_cast<unsigned long>(token));
 
-  const uint64_t activation_bytes = DtypeBytes(spec_.formats.activation);
-  const uint64_t key_bytes = uint64_t{shape.key_group_count} * shape.d_k * activation_bytes;
-  const uint64_t value_bytes = uint64_t{shape.head_count} * shape.d_v * activation_bytes;
-  const uint64_t head_bytes = uint64_t{shape.head_count} * sizeof(float);
-  const uint64_t output_bytes =
-      uint64_t{shape.head_count} * shape.d_v * DtypeBytes(spec_.formats.output);
+  const TokenBytes bytes(shape, spec_.formats);
+  std::optional<RawBuffer> raw_buffer;
+  if (layer.raw.has_value()) raw_buffer.emplace(shape, spec_.formats, token);
 
   std::vector<std::atomic<uint32_t>> flags(live.size());
   executor_->ParallelFor(live.size() * shape.key_group_count, [&](size_t i) {
     const LiveRow& at = live[i / shape.key_group_count];
     const StepRow& row = (*rows)[at.row];
-    const VerifyInputs& in = params.inputs;
-    GroupItem item = MakeItem(layer, row.slot, row.source_page);
-    if (row.target_page != kNoPage)
-      item.target = reinterpret_cast<float*>(layer.PageAt(row.target_page));
+    const uint32_t group = static_cast<uint32_t>(i % shape.key_group_count);
+    const bool folds = row.target_page != kNoPage;
+    GroupItem item = MakeItem(layer, row.slot, row.source_page, folds);
+    if (folds) {
+      SetTarget(item, layer, row.target_page,
+                {spec_.rounding_seed, row.rounding_key, params.layer, row.fold_to});
+    }
     item.base = row.base;
     item.tail = row.tail;
     item.fold_to = row.fold_to;
     item.draft_tokens = row.draft_tokens;
-    item.group = static_cast<uint32_t>(i % shape.key_group_count);
-    item.inputs = {
-        .q = AtToken(in.q, at.first_token, key_bytes),
-        .k = AtToken(in.k, at.first_token, key_bytes),
-        .v = AtToken(in.v, at.first_token, value_bytes),
-        .log_alpha = AtToken(in.log_alpha, at.first_token, head_bytes * shape.decays_per_head()),
-        .beta = AtToken(in.beta, at.first_token, head_bytes),
-        .value_scale = AtToken(in.value_scale, at.first_token, head_bytes)};
+    item.group = group;
+    item.inputs = AtToken(params.inputs, at.first_token, bytes);
+    uint32_t poison = kPoisonNone;
+    if (layer.raw.has_value()) {
+      const RawOutputs prepared = AtToken(raw_buffer->outputs(), at.first_token, bytes);
+      poison = PrepareGroup({.shape = &shape,
+                             .formats = &spec_.formats,
+                             .layer = &*layer.raw,
+                             .ring_layout = &layer.ring,
+                             .ring = item.ring,
+                             .tail = row.tail,
+                             .draft_tokens = row.draft_tokens,
+                             .group = group,
+                             .inputs = AtToken(params.raw, at.first_token, bytes),
+                             .outputs = prepared});
+      item.inputs = prepared.view();
+      if (!layer.raw->d.empty()) item.skip = layer.raw->d.data();
+    }
     item.output = static_cast<std::byte*>(params.output) + at.first_token * output_bytes;
-    const uint32_t poison = VerifyGroup(item);
+    poison |= VerifyGroup(item);
     if (poison != kPoisonNone)
       flags[i / shape.key_group_count].fetch_or(poison, std::memory_order_relaxed);
   });
@@ -266,8 +397,25 @@ absl::StatusOr<VerifyReport> CpuBackend::Verify(const VerifyParams& params) {
   return report;
 }
 
+void CpuBackend::FoldLayer(const BackgroundFlush& flush, uint32_t index) {
+  const Layer& layer = layers_[index];
+  for (uint32_t group = 0; group < layer.shape.key_group_count; ++group) {
+    GroupItem item = MakeItem(layer, flush.slot, flush.source, true);
+    SetTarget(item, layer, flush.target,
+              {spec_.rounding_seed, flush.rounding_key, index, flush.to});
+    item.base = flush.from;
+    item.tail = flush.to;
+    item.group = group;
+    FoldGroup(item);  // what leaves its format's range poisons the steps that read the page
+  }
+  background_read_.fetch_add(layer.page.hp_bytes, std::memory_order_relaxed);
+  background_write_.fetch_add(layer.page.hp_bytes + layer.page.lp_bytes, std::memory_order_relaxed);
+  background_ring_.fetch_add((flush.to - flush.from) * layer.ring.record_bytes(),
+                             std::memory_order_relaxed);
+}
+
 absl::Status CpuBackend::CopySlot(const CopySlotParams& params) {
-  absl::MutexLock lock(&mu_);
+  MutexLock lock(&mu_);
   SSMD_RETURN_IF_ERROR(control_.CopySlot(params));
   // Records [base, position) only: never drafts, whose rows an open step of the source may be
   // writing now.
@@ -282,6 +430,13 @@ absl::Status CpuBackend::CopySlot(const CopySlotParams& params) {
         std::memcpy(to + offset, from + offset, component.row_bytes);
       }
     });
+    if (layer.ring.conv_rows == 0) continue;
+    // The window before `base` too: a child may be rolled back that far.
+    const uint64_t history = std::min<uint64_t>(base, layer.shape.conv_width - 1);
+    for (uint64_t p = base - history; p < params.position; ++p) {
+      std::memcpy(layer.ConvRow(params.target, p), layer.ConvRow(params.source, p),
+                  layer.ring.conv.row_bytes);
+    }
   }
   AfterMutation(params.target);
   return absl::OkStatus();
@@ -293,20 +448,77 @@ absl::Status CpuBackend::ReadState(SlotIndex slot, uint32_t index, uint64_t posi
   const Layer& layer = layers_[index];
   SSMD_CHECK(state.size() == layer.shape.state_elements(), "state of %zu elements, expected %lu",
              state.size(), static_cast<unsigned long>(layer.shape.state_elements()));
-  absl::MutexLock lock(&mu_);  // holds plans back while it replays: an administrative path
+  MutexLock lock(&mu_);  // holds plans back while it replays: an administrative path
   const SlotCursor& cursor = control_.cursor(slot);
-  if (position < cursor.base || position > cursor.tail) {
-    return OutsideWindow(absl::StrCat("position ", position, " is outside the window [",
-                                      cursor.base, ", ", cursor.tail, "]"),
-                         cursor.base, cursor.tail);
-  }
+  SSMD_RETURN_IF_ERROR(control_.CheckInWindow(cursor, position));
   executor_->ParallelFor(layer.shape.key_group_count, [&](size_t group) {
-    GroupItem item = MakeItem(layer, slot, cursor.page);
+    GroupItem item = MakeItem(layer, slot, cursor.page, true);
     item.base = cursor.base;
     item.tail = position;
     item.group = static_cast<uint32_t>(group);
     ReplayGroup(item, state.data());
   });
+  return absl::OkStatus();
+}
+
+void CpuBackend::WriteImport(SlotIndex slot, uint32_t index, uint64_t position,
+                             absl::Span<const float> state) {
+  const Layer& layer = layers_[index];
+  SSMD_CHECK(state.size() == layer.shape.state_elements(), "state of %zu elements", state.size());
+  PageIndex page = kNoPage;
+  uint64_t rounding_key = 0;
+  {
+    MutexLock lock(&mu_);
+    page = control_.import_page(slot);
+    rounding_key = control_.cursor(slot).rounding_key;
+  }
+  SSMD_CHECK(page != kNoPage, "no import is open on slot %u", ToInt(slot));
+  executor_->ParallelFor(layer.shape.key_group_count, [&](size_t group) {
+    GroupItem item = MakeItem(layer, slot, page, true);
+    SetTarget(item, layer, page, {spec_.rounding_seed, rounding_key, index, position});
+    item.group = static_cast<uint32_t>(group);
+    StoreGroup(item,
+               state.data());  // what leaves its format's range poisons the steps that read it
+  });
+}
+
+void CpuBackend::EndImport(SlotIndex slot, uint64_t position,
+                           absl::Span<const std::vector<std::byte>> windows) {
+  MutexLock lock(&mu_);
+  control_.EndImport(slot, position);
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    const Layer& layer = layers_[i];
+    if (layer.ring.conv_rows == 0) continue;
+    const uint32_t rows = layer.shape.conv_width - 1;
+    const uint64_t row_bytes = layer.conv_payload_bytes(spec_.formats);
+    SSMD_CHECK(windows[i].size() == rows * row_bytes, "window of %zu bytes", windows[i].size());
+    for (uint64_t row = 0; row < rows; ++row) {
+      if (position + row < rows)
+        continue;  // before position 0: zeros by definition, no row owns them
+      std::memcpy(layer.ConvRow(slot, position + row - rows), &windows[i][row * row_bytes],
+                  row_bytes);
+    }
+  }
+  AfterMutation(slot);
+}
+
+absl::Status CpuBackend::ReadWindow(SlotIndex slot, uint32_t index, uint64_t position,
+                                    absl::Span<std::byte> window) {
+  const Layer& layer = layers_[index];
+  const uint32_t rows = layer.shape.conv_width - 1;
+  const uint64_t row_bytes = layer.conv_payload_bytes(spec_.formats);
+  SSMD_CHECK(layer.ring.conv_rows > 0 && window.size() == rows * row_bytes, "window of %zu bytes",
+             window.size());
+  MutexLock lock(&mu_);
+  SSMD_RETURN_IF_ERROR(control_.CheckInWindow(control_.cursor(slot), position));
+  for (uint64_t row = 0; row < rows; ++row) {
+    std::byte* to = &window[row * row_bytes];
+    if (position + row < rows) {
+      std::memset(to, 0, row_bytes);
+    } else {
+      std::memcpy(to, layer.ConvRow(slot, position + row - rows), row_bytes);
+    }
+  }
   return absl::OkStatus();
 }
 
@@ -323,23 +535,26 @@ bool CpuDevice::Reserve(uint64_t bytes) {
 void CpuDevice::Return(uint64_t bytes) { bytes_used_.fetch_sub(bytes, std::memory_order_relaxed); }
 
 absl::StatusOr<std::unique_ptr<Backend>> CpuDevice::CreateBackend(const BackendSpec& spec) {
-  if (spec.formats.checkpoint_hp != Dtype::kFp32 || spec.formats.two_precision()) {
+  const auto [hp, lp] = std::pair{spec.formats.checkpoint_hp, spec.formats.checkpoint_lp};
+  if ((hp != Dtype::kFp32 && hp != Dtype::kFp16) || (lp != Dtype::kNone && lp != Dtype::kFp16)) {
     return absl::UnimplementedError(
-        absl::StrCat("cpu backend: checkpoint formats ", DtypeName(spec.formats.checkpoint_hp), "/",
-                     DtypeName(spec.formats.checkpoint_lp), "; fp32/none is built"));
+        absl::StrCat("cpu backend: checkpoint formats ", DtypeName(hp), "/", DtypeName(lp),
+                     "; fp32 or fp16, with fp16 or none for reads, are built"));
   }
   std::vector<Layer> layers;
   for (const LayerShape& shape : spec.layers) {
     Layer layer{.shape = shape,
                 .page = MakePageLayout(shape, spec.formats),
                 .ring = MakeRingLayout(shape, spec.formats, spec.rule.ring_records),
+                .raw = {},
                 .pages = {},
                 .rings = {}};
     SSMD_ASSIGN_OR_RETURN(layer.pages, Pool::Make(this, spec.page_count * layer.page.page_bytes));
     SSMD_ASSIGN_OR_RETURN(layer.rings, Pool::Make(this, spec.slot_count * layer.ring.slot_bytes));
+    if (!spec.raw.empty()) layer.raw.emplace(shape, spec.raw[layers.size()]);
     layers.push_back(std::move(layer));
   }
-  return std::make_unique<CpuBackend>(spec, executor_, std::move(layers));
+  return std::make_unique<CpuBackend>(spec, executor_, background_, std::move(layers));
 }
 
 }  // namespace ssmd::cpu

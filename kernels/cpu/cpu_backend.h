@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "kernels/backend.h"
+#include "kernels/cpu/background_flushes.h"
 
 namespace ssmd::cpu {
 
@@ -13,8 +14,10 @@ namespace ssmd::cpu {
 // Thread-safe.
 class CpuDevice {
  public:
-  CpuDevice(uint64_t state_bytes_max, Executor* executor)
-      : bytes_max_(state_bytes_max), executor_(executor) {}
+  // `background` runs background flushes; null: they run when they are needed. Both outlive the
+  // device.
+  CpuDevice(uint64_t state_bytes_max, Executor* executor, TaskQueue* background = nullptr)
+      : bytes_max_(state_bytes_max), executor_(executor), background_(background) {}
 
   // Reserves and initialises all pools of a model.
   // Errors: RESOURCE_EXHAUSTED + NO_MEMORY when the budget (or the machine) has not enough left.
@@ -31,6 +34,7 @@ class CpuDevice {
  private:
   const uint64_t bytes_max_;
   Executor* const executor_;
+  TaskQueue* const background_;
   std::atomic<uint64_t> bytes_used_{0};
 };
 

@@ -11,7 +11,7 @@ struct ThreadPool::Job {
   const absl::FunctionRef<void(size_t)>
       item;  // valid while the caller waits, which is until done == count
   std::atomic<size_t> next{0};
-  absl::Mutex mu;
+  Mutex mu;
   size_t done ABSL_GUARDED_BY(mu) = 0;
 };
 
@@ -22,7 +22,7 @@ ThreadPool::ThreadPool(uint32_t thread_count) {
 
 ThreadPool::~ThreadPool() {
   {
-    absl::MutexLock lock(&mu_);
+    MutexLock lock(&mu_);
     stopping_ = true;
   }
   for (std::thread& thread : threads_) thread.join();
@@ -33,7 +33,7 @@ void ThreadPool::RunItems(Job& job) {
   for (size_t i; (i = job.next.fetch_add(1, std::memory_order_relaxed)) < job.count; ++ran)
     job.item(i);
   if (ran == 0) return;
-  absl::MutexLock lock(&job.mu);
+  MutexLock lock(&job.mu);
   job.done += ran;
 }
 
@@ -41,7 +41,7 @@ void ThreadPool::Work() {
   while (true) {
     std::shared_ptr<Job> job;
     {
-      absl::MutexLock lock(&mu_);
+      MutexLock lock(&mu_);
       auto ready = [this]()
                        ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return stopping_ || !jobs_.empty(); };
       mu_.Await(absl::Condition(&ready));
@@ -63,13 +63,47 @@ void ThreadPool::ParallelFor(size_t count, absl::FunctionRef<void(size_t)> item)
   }
   auto job = std::make_shared<Job>(count, item);
   {
-    absl::MutexLock lock(&mu_);
+    MutexLock lock(&mu_);
     jobs_.push_back(job);
   }
   RunItems(*job);
-  absl::MutexLock lock(&job->mu);
+  MutexLock lock(&job->mu);
   auto finished = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job->mu) { return job->done == job->count; };
   job->mu.Await(absl::Condition(&finished));
+}
+
+BackgroundThreads::BackgroundThreads(uint32_t thread_count) {
+  for (uint32_t i = 0; i < thread_count; ++i) threads_.emplace_back([this] { Work(); });
+}
+
+BackgroundThreads::~BackgroundThreads() {
+  {
+    MutexLock lock(&mu_);
+    stopping_ = true;
+    tasks_.clear();
+  }
+  for (std::thread& thread : threads_) thread.join();
+}
+
+void BackgroundThreads::Post(std::function<void()> task) {
+  MutexLock lock(&mu_);
+  if (!stopping_) tasks_.push_back(std::move(task));
+}
+
+void BackgroundThreads::Work() {
+  while (true) {
+    std::function<void()> task;
+    {
+      MutexLock lock(&mu_);
+      auto ready = [this]()
+                       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return stopping_ || !tasks_.empty(); };
+      mu_.Await(absl::Condition(&ready));
+      if (stopping_) return;
+      task = std::move(tasks_.front());
+      tasks_.pop_front();
+    }
+    task();
+  }
 }
 
 }  // namespace ssmd::cpu

@@ -6,13 +6,15 @@
 
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <thread>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/synchronization/mutex.h"
 #include "kernels/backend.h"
+#include "kernels/cpu/background_flushes.h"
+#include "kernels/mutex.h"
 
 namespace ssmd::cpu {
 
@@ -31,8 +33,30 @@ class ThreadPool : public Executor {
   void Work();
   static void RunItems(Job& job);
 
-  absl::Mutex mu_;
+  Mutex mu_;
   std::deque<std::shared_ptr<Job>> jobs_ ABSL_GUARDED_BY(mu_);
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  std::vector<std::thread> threads_;
+};
+
+// BackgroundThreads: a queue of tasks that nobody waits for and the threads that run them, first
+// in, first out. Whoever posts bounds the queue: background flushes post at most one task per layer
+// of each pending flush. Thread-safe; the destructor drops what has not begun and waits for the
+// rest.
+class BackgroundThreads : public TaskQueue {
+ public:
+  explicit BackgroundThreads(uint32_t thread_count);
+  ~BackgroundThreads() override;
+  BackgroundThreads(const BackgroundThreads&) = delete;
+  BackgroundThreads& operator=(const BackgroundThreads&) = delete;
+
+  void Post(std::function<void()> task) override;
+
+ private:
+  void Work();
+
+  Mutex mu_;
+  std::deque<std::function<void()>> tasks_ ABSL_GUARDED_BY(mu_);
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   std::vector<std::thread> threads_;
 };

@@ -86,7 +86,8 @@ TEST_F(BadInputTest, EveryFencedRpcIsFenced) {
     EXPECT_TRUE(Fails(stranger.Call(method, request), grpc::FAILED_PRECONDITION, "STATE_LOST", {}));
     request.mutable_context()->set_server_epoch(client_.epoch);
     request.mutable_context()->set_session_id(12345);
-    EXPECT_TRUE(Fails(stranger.Call(method, request), grpc::NOT_FOUND, "", {"session"}));
+    EXPECT_TRUE(
+        Fails(stranger.Call(method, request), grpc::NOT_FOUND, "SESSION_EXPIRED", {"session"}));
   };
   check(&Stub::KeepAlive, v1::KeepAliveRequest());
   check(&Stub::CloseSession, v1::CloseSessionRequest());
@@ -101,6 +102,11 @@ TEST_F(BadInputTest, EveryFencedRpcIsFenced) {
   check(&Stub::Rollback, stranger.Make<v1::RollbackRequest>());
   check(&Stub::CreateSnapshot, stranger.Make<v1::CreateSnapshotRequest>());
   check(&Stub::DeleteSnapshot, stranger.Make<v1::DeleteSnapshotRequest>());
+  check(&Stub::UnregisterModel, stranger.Make<v1::UnregisterModelRequest>());
+  check(&Stub::AdoptSequences, stranger.Make<v1::AdoptSequencesRequest>());
+  check(&Stub::FlushSequences, stranger.Make<v1::FlushSequencesRequest>());
+  check(&Stub::LookupPrefix, stranger.Make<v1::LookupPrefixRequest>());
+  check(&Stub::ListSnapshots, stranger.Make<v1::ListSnapshotsRequest>());
 }
 
 TEST_F(BadInputTest, Rows) {
@@ -118,7 +124,8 @@ TEST_F(BadInputTest, Rows) {
   EXPECT_TRUE(Fails(begin({{ids_[0], 2, 1}, {ids_[1], 3, 1}}), grpc::ABORTED, "VERSION_MISMATCH",
                     {"row 1", "has version 2", "expected 3"}));
   EXPECT_TRUE(Fails(begin({{ids_[0] ^ (1u << 20), 2, 1}}), grpc::NOT_FOUND, "", {"row 0"}));
-  EXPECT_TRUE(Fails(begin({{0, 2, 1}}), grpc::NOT_FOUND, "", {"sequence 0x0000000000000000"}));
+  EXPECT_TRUE(
+      RefusesField(begin({{ids_[0], 2, 1}, {0, 2, 1}}), "versions[1]", {"padding", "got 2"}));
   v1::BeginStepRequest ragged = client_.StepOf({{ids_[0], 2, 1}});
   ragged.add_versions(1);
   EXPECT_TRUE(RefusesField(client_.Call(&Stub::BeginStep, ragged), "versions", {"1", "got 2"}));
@@ -339,7 +346,12 @@ TEST_F(BadInputTest, ModelSpecs) {
   const auto other = client_.Call(&Stub::RegisterModel, request);
   EXPECT_TRUE(Fails(other, grpc::FAILED_PRECONDITION, "", {"rows_max is 4, request expected 5"}));
   request.mutable_spec()->set_input_form(v1::INPUT_FORM_RAW);
-  EXPECT_TRUE(Fails(client_.Call(&Stub::RegisterModel, request), grpc::UNIMPLEMENTED, "", {"RAW"}));
+  EXPECT_TRUE(RefusesField(client_.Call(&Stub::RegisterModel, request),
+                           "spec.layer_groups[0].parameters", {"2 entries", "got 0"}));
+  request.mutable_spec()->set_input_form(v1::INPUT_FORM_POST_CONV);
+  request.mutable_spec()->set_checkpoint_dtype(v1::DATA_TYPE_BF16);
+  EXPECT_TRUE(
+      Fails(client_.Call(&Stub::RegisterModel, request), grpc::UNIMPLEMENTED, "", {"bf16"}));
   *request.mutable_spec() = testing::SmallSpec();
   request.mutable_spec()->set_name("too big");
   request.mutable_capacity()->set_sequences_max(100'000);

@@ -287,7 +287,13 @@ ChildProcess::ChildProcess(const std::vector<std::string>& arguments) {
   std::vector<char*> argv;
   for (const std::string& argument : arguments) argv.push_back(const_cast<char*>(argument.c_str()));
   argv.push_back(nullptr);
-  const int failed = posix_spawn(&pid_, argv[0], &actions, nullptr, argv.data(), environ);
+  // Without seeds of tests: a server refuses SSMD_ variables that are not settings.
+  std::vector<char*> child_environment;
+  for (char** variable = environ; *variable != nullptr; ++variable)
+    if (!absl::StartsWith(*variable, "SSMD_")) child_environment.push_back(*variable);
+  child_environment.push_back(nullptr);
+  const int failed =
+      posix_spawn(&pid_, argv[0], &actions, nullptr, argv.data(), child_environment.data());
   SSMD_CHECK(failed == 0, "cannot start %s", argv[0]);
   posix_spawn_file_actions_destroy(&actions);
   close(pipe_fds[1]);

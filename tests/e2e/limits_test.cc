@@ -56,8 +56,9 @@ TEST_F(LimitsTest, SnapshotSlots) {
   EXPECT_EQ(client_.Status().models(0).snapshots(), 2u);
 }
 
-// Two sequences, three pages, no snapshot pages: while one step holds the spare page, the other
-// sequence rides on ring slack, and when that is used up it is told so before anything is touched.
+// Three sequences, five pages (one spare, one for exports), no snapshot pages: while two steps hold
+// the last two pages, the third sequence rides on ring slack, and when that is used up it is told
+// so before anything is touched.
 TEST(PageLimitTest, MandatoryFoldWithoutAPage) {
   ServerConfig config = SmallConfig();
   config.capacity.snapshots_max = 0;
@@ -65,14 +66,15 @@ TEST(PageLimitTest, MandatoryFoldWithoutAPage) {
   Client client(server->address());
   v1::RegisterModelRequest model;
   *model.mutable_spec() = testing::SmallSpec();
-  model.mutable_capacity()->set_sequences_max(2);
+  model.mutable_capacity()->set_sequences_max(3);
   model.mutable_capacity()->set_spare_pages(1);
   client.model_id = client.Call(&Stub::RegisterModel, model).body.model_id();
   const auto session = client.Call(&Stub::OpenSession, v1::OpenSessionRequest()).body;
   client.epoch = session.server_epoch(), client.session_id = session.session_id();
 
-  const std::vector<uint64_t> ids = client.Create(2);
-  std::map<uint64_t, uint64_t> version = {{ids[0], 1}, {ids[1], 1}};
+  const std::vector<uint64_t> ids = client.Create(3);
+  std::map<uint64_t, uint64_t> version;
+  for (const uint64_t id : ids) version[id] = 1;
   const auto step = [&](uint64_t id) {  // T = 4, everything accepted
     const auto begun = client.Call(&Stub::BeginStep, client.StepOf({{id, version[id], 4}}));
     if (!begun.ok()) return begun;
@@ -84,31 +86,32 @@ TEST(PageLimitTest, MandatoryFoldWithoutAPage) {
   for (const uint64_t id : ids)  // until each holds a page of its own
     while (step(id).body.flushing_rows() == 0) {
     }
-  // A step of the first sequence that folds, left open: it holds the last page.
-  uint64_t open = 0;
-  while (open == 0) {
-    const auto begun = client.Call(&Stub::BeginStep, client.StepOf({{ids[0], version[ids[0]], 4}}));
+  // Steps of the first two that fold, left open.
+  std::vector<uint64_t> open;
+  while (open.size() < 2) {
+    const uint64_t id = ids[open.size()];
+    const auto begun = client.Call(&Stub::BeginStep, client.StepOf({{id, version[id], 4}}));
     ASSERT_TRUE(begun.ok()) << begun.status.error_message();
     if (begun.body.flushing_rows() == 1) {
-      open = begun.body.step_id();
-      break;
+      open.push_back(begun.body.step_id());
+      continue;
     }
     client.VerifyAll(begun.body.step_id(), 4);
     client.Commit(begun.body.step_id(), {4});
-    ++version[ids[0]];
+    ++version[id];
   }
   Reply<v1::BeginStepResponse> reply;
   int rode = 0;
-  while ((reply = step(ids[1])).ok() && rode < 10) ++rode;
+  while ((reply = step(ids[2])).ok() && rode < 10) ++rode;
   EXPECT_TRUE(Fails(reply, grpc::RESOURCE_EXHAUSTED, "NO_PAGE", {}));
   EXPECT_TRUE(reply.retry.has_retry_delay());
   EXPECT_GE(rode, 1);
-  EXPECT_EQ(client.Sequences()[ids[1]].version(), version[ids[1]]);
-  EXPECT_EQ(client.Sequences()[ids[1]].open_step_id(), 0u);
+  EXPECT_EQ(client.Sequences()[ids[2]].version(), version[ids[2]]);
+  EXPECT_EQ(client.Sequences()[ids[2]].open_step_id(), 0u);
   auto abort = client.Make<v1::AbortStepRequest>();
-  abort.set_step_id(open);
+  abort.set_step_id(open[0]);
   EXPECT_TRUE(client.Call(&Stub::AbortStep, abort).ok());
-  EXPECT_EQ(step(ids[1]).body.flushing_rows(), 1u);  // the page is back
+  EXPECT_EQ(step(ids[2]).body.flushing_rows(), 1u);  // the page is back
 }
 
 TEST_F(LimitsTest, OpenSteps) {
@@ -164,7 +167,7 @@ TEST_F(LimitsTest, StepAndLeaseEndByTheClock) {
 // One worker, one place in the queue, and the worker is held by the test.
 class QueueTest : public LimitsTest {
  protected:
-  QueueTest() : LimitsTest(OneWorker()) {
+  explicit QueueTest(const ServerConfig& config = OneWorker()) : LimitsTest(config) {
     id_ = client_.Create(1)[0];
     step_ = client_.Begin({{id_, 1, 1}});
     EXPECT_TRUE(server_->core()
@@ -217,6 +220,35 @@ TEST_F(QueueTest, AFullQueueRefusesWithRetry) {
   waiter.join();
   EXPECT_TRUE(waiting.ok()) << waiting.status.error_message();
   EXPECT_EQ(LayersVerified(), 1u);
+}
+
+class QueueBytesTest : public QueueTest {
+ protected:
+  QueueBytesTest() : QueueTest(SmallQueue()) {}
+  static ServerConfig SmallQueue() {
+    ServerConfig config = OneWorker();
+    config.verify_queue_max = 8;
+    config.verify_queue_bytes_max = 1000;  // one Verify of one token
+    return config;
+  }
+};
+
+TEST_F(QueueBytesTest, WaitingRequestsAreBoundedByTheirBytes) {
+  const v1::VerifyRequest first = client_.VerifyOf(step_, 3, 1);
+  ASSERT_GT(first.ByteSizeLong(), 500u);
+  ASSERT_LT(first.ByteSizeLong(), 1000u);
+  Reply<v1::VerifyResponse> waiting;
+  std::thread waiter([&] { waiting = client_.Call(&Stub::Verify, first); });
+  EXPECT_TRUE(Poll(absl::Seconds(30), [&] { return server_->core().verify_queue.depth() == 1; }));
+  EXPECT_EQ(server_->core().verify_queue.bytes(), first.ByteSizeLong());
+  const auto full = client_.Call(&Stub::Verify, first);
+  EXPECT_TRUE(
+      Fails(full, grpc::RESOURCE_EXHAUSTED, "LIMIT_REACHED", {"verify_queue_bytes_max", "1000"}));
+  EXPECT_TRUE(full.retry.has_retry_delay());
+  go_.Notify();
+  waiter.join();
+  EXPECT_TRUE(waiting.ok()) << waiting.status.error_message();
+  EXPECT_EQ(server_->core().verify_queue.bytes(), 0u);
 }
 
 TEST_F(QueueTest, ACallWhoseDeadlinePassedIsNotRun) {

@@ -33,7 +33,8 @@ class MetricsTest : public ::testing::Test {
 
 bool IsGauge(const std::string& series) {
   for (const char* name :
-       {"ssmd_pages", "ssmd_slots", "ssmd_open_steps", "ssmd_sessions{", "ssmd_verify_queue_depth",
+       {"ssmd_pages", "ssmd_slots", "ssmd_open_imports", "ssmd_sessions_kept",
+        "ssmd_verify_queue_bytes", "ssmd_open_steps", "ssmd_sessions{", "ssmd_verify_queue_depth",
         "ssmd_verify_running", "ssmd_models", "ssmd_state_bytes_reserved", "ssmd_draining"})
     if (absl::StartsWith(series, name)) return true;
   return series == "ssmd_sessions";
@@ -101,6 +102,13 @@ TEST_F(MetricsTest, CountsAScriptedWorkloadExactly) {
   EXPECT_EQ(now.at(Of("ssmd_tokens_accepted_by_position_total", "position=\"3\"")), 6);
   EXPECT_FALSE(now.contains(Of("ssmd_tokens_accepted_by_position_total", "position=\"4\"")));
   EXPECT_GE(now.at(Of("ssmd_flushes_total", "reason=\"fused\"")), 3);
+  EXPECT_EQ(now.at(Of("ssmd_flushes_total", "reason=\"background\"")), 0);
+  EXPECT_EQ(now.at(Of("ssmd_flushes_total", "reason=\"requested\"")), 0);
+  EXPECT_GT(now.at(Of("ssmd_state_bytes_total", "kind=\"ring_copy\"")), 0);
+  EXPECT_EQ(now.at(Of("ssmd_imports_total")), 0);
+  EXPECT_EQ(now.at(Of("ssmd_exports_total")), 0);
+  EXPECT_EQ(now.at("ssmd_prefix_lookups_total{result=\"hit\"}"), 0);
+  EXPECT_EQ(now.at("ssmd_sessions_kept"), 0);
   EXPECT_EQ(now.at(Of("ssmd_stale_versions_total")), 1);
   EXPECT_EQ(now.at(Of("ssmd_poisoned_rows_total")), 1);
   EXPECT_EQ(now.at(Of("ssmd_rollbacks_total")), 1);
@@ -114,9 +122,9 @@ TEST_F(MetricsTest, CountsAScriptedWorkloadExactly) {
   EXPECT_GT(now.at(Of("ssmd_state_bytes_total", "kind=\"ring_write\"")), 0);
   EXPECT_EQ(now.at(Of("ssmd_slots", "kind=\"sequences\"")), 3);
   EXPECT_EQ(now.at(Of("ssmd_slots", "kind=\"snapshots\"")), 1);
-  EXPECT_EQ(now.at(Of("ssmd_slots", "kind=\"free\"")), 4);
+  EXPECT_EQ(now.at(Of("ssmd_slots", "kind=\"free\"")), 5);
   EXPECT_EQ(now.at(Of("ssmd_pages", "kind=\"live\"")), 1);  // shared by all four
-  EXPECT_EQ(now.at(Of("ssmd_pages", "kind=\"free\"")), 10);
+  EXPECT_EQ(now.at(Of("ssmd_pages", "kind=\"free\"")), 11);
   EXPECT_EQ(now.at("ssmd_rpcs_total{code=\"OK\",method=\"Commit\"}"), 8);
   EXPECT_EQ(now.at("ssmd_rpcs_total{code=\"OK\",method=\"Verify\"}"), 24);
   EXPECT_EQ(now.at("ssmd_rpcs_total{code=\"ABORTED\",method=\"Verify\"}"), 1);

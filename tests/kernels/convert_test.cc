@@ -24,6 +24,10 @@ void WidenAll(Dtype dtype, const std::byte* from, size_t count, float* to) {
 void NarrowAll(Dtype dtype, const float* from, size_t count, std::byte* to) {
   Narrow(dtype, from, count, to);
 }
+void NarrowAllStochastic(const float* from, size_t count, const RoundingStream& stream,
+                         uint32_t head, size_t element, std::byte* to) {
+  NarrowStochastic(from, count, stream, head, element, to);
+}
 bool AllAreFinite(const float* values, size_t count) { return AllFinite(values, count); }
 
 }  // namespace ssmd::cpu::HWY_NAMESPACE
@@ -35,6 +39,7 @@ namespace {
 
 HWY_EXPORT(WidenAll);
 HWY_EXPORT(NarrowAll);
+HWY_EXPORT(NarrowAllStochastic);
 HWY_EXPORT(AllAreFinite);
 
 class Convert : public ::testing::TestWithParam<int64_t> {
@@ -80,6 +85,29 @@ TEST_P(Convert, NarrowsAsFormatsDo) {
     HWY_DYNAMIC_DISPATCH(NarrowAll)(dtype, values.data(), values.size(), bytes);
     for (size_t i = 0; i < values.size(); ++i) {
       ASSERT_EQ(codes[i], dtype == Dtype::kBf16 ? FloatToBf16(values[i]) : FloatToFp16(values[i]))
+          << std::hex << std::bit_cast<uint32_t>(values[i]);
+    }
+  }
+}
+
+// All exponents, with mantissas around the rounding positions; counts that end inside a chunk.
+TEST_P(Convert, NarrowsStochasticallyAsFormatsDo) {
+  std::vector<float> values;
+  for (uint32_t high = 0; high < 1 << 16; high += 3) {
+    for (uint32_t low : {0x0000u, 0x0001u, 0x1000u, 0x1fffu, 0x2000u, 0x7fffu, 0x8000u, 0xabcdu})
+      values.push_back(std::bit_cast<float>(high << 16 | low));
+  }
+  const RoundingStream stream = MakeRoundingStream({1, 2, 3, uint64_t{5} << 33});
+  std::vector<uint16_t> codes(values.size());
+  constexpr uint32_t kHead = 6;
+  constexpr size_t kElement = 48;
+  for (size_t count : {size_t{16}, size_t{48}, values.size() / 16 * 16}) {
+    HWY_DYNAMIC_DISPATCH(NarrowAllStochastic)
+    (values.data(), count, stream, kHead, kElement, reinterpret_cast<std::byte*>(codes.data()));
+    for (size_t i = 0; i < count; ++i) {
+      const uint32_t element = static_cast<uint32_t>(kElement + i);
+      const uint32_t word = RoundingBits(stream, kHead, element / 4).word[element % 4];
+      ASSERT_EQ(codes[i], StochasticToFp16(values[i], word))
           << std::hex << std::bit_cast<uint32_t>(values[i]);
     }
   }

@@ -18,6 +18,7 @@
 #include "kernels/cpu/verify_kernel.h"
 #include "tests/reference/recurrence.h"
 #include "tests/testing/compare.h"
+#include "tests/testing/layer_inputs.h"
 #include "tests/testing/tensor.h"
 #include "tests/testing/tolerance.h"
 
@@ -64,7 +65,11 @@ class Sequence {
               {}},
         random(p.seed) {
     const float scale = 1 / std::sqrt(static_cast<float>(p.shape.d_k));
-    for (float& element : source) element = scale * Normal();
+    for (float& element : source) {
+      const float exact = scale * Normal();
+      element = Rounded(p.formats.checkpoint_hp, exact);
+      if (p.formats.two_precision()) AppendAs(p.formats.checkpoint_lp, exact, lp);
+    }
     std::copy(source.begin(), source.end(), track.oracle.state().begin());
     states.push_back(track.oracle.state());
     MeasureSource();
@@ -75,6 +80,16 @@ class Sequence {
   std::byte* Record(const RingComponent& component, uint64_t position) {
     return ring() + component.offset_bytes +
            RingRow(position, ring_layout.ring_records) * component.row_bytes;
+  }
+  // The checkpoint as the kernels read it.
+  std::vector<std::byte> Hp() const {
+    std::vector<std::byte> bytes;
+    for (const float x : source) AppendAs(params.formats.checkpoint_hp, x, bytes);
+    return bytes;
+  }
+  RoundingKey RoundingAt(uint64_t fold_position) const {
+    return {
+        .model_seed = 11, .sequence_key = params.seed, .layer = 3, .fold_position = fold_position};
   }
   Dtype value_dtype() const {
     return params.shape.is_delta_rule() ? params.formats.correction : params.formats.activation;
@@ -127,7 +142,8 @@ class Sequence {
   struct Result {
     uint32_t flags = 0;
     std::vector<std::byte> output;
-    std::vector<float> target;  // empty: no fold
+    std::vector<float> target;      // empty: no fold
+    std::vector<std::byte> hp, lp;  // the target's bytes
   };
 
   // Runs the kernel over all key groups (in the order given, or 0, 1, ...). fold_to: -1 no fold.
@@ -141,8 +157,15 @@ class Sequence {
     const size_t output_bytes =
         drafts.count * s.head_count * s.d_v * DtypeBytes(params.formats.output);
     std::vector<std::byte> output(output_bytes + 2 * kGuardBytes, std::byte{0xff});
-    std::vector<float> target(fold_to < 0 ? 0 : s.state_elements() + 128, std::nanf(""));
-    const std::vector<float> source_before = source;
+    const bool folds = fold_to >= 0;
+    const Formats& f = params.formats;
+    const size_t hp_bytes = s.state_elements() * DtypeBytes(f.checkpoint_hp);
+    const size_t lp_bytes = s.state_elements() * DtypeBytes(f.checkpoint_lp);
+    std::vector<std::byte> target(folds ? hp_bytes + 2 * kGuardBytes : 0, std::byte{0xff});
+    std::vector<std::byte> target_lp(folds ? lp_bytes + 2 * kGuardBytes : 0, std::byte{0xff});
+    const bool reads_lp = !folds && f.two_precision();
+    const std::vector<std::byte> from = reads_lp ? lp : Hp();
+    const std::vector<std::byte> from_before = from;
     const std::vector<std::byte> ring_before = ring_buffer;
 
     cpu::GroupItem item;
@@ -150,8 +173,13 @@ class Sequence {
     item.formats = &params.formats;
     item.ring_layout = &ring_layout;
     item.ring = ring();
-    item.source = source.data();
-    item.target = fold_to < 0 ? nullptr : target.data() + 64;
+    item.source = from.data();
+    item.source_dtype = reads_lp ? f.checkpoint_lp : f.checkpoint_hp;
+    if (folds) {
+      item.target_hp = target.data() + kGuardBytes;
+      if (f.two_precision()) item.target_lp = target_lp.data() + kGuardBytes;
+      item.rounding = RoundingAt(static_cast<uint64_t>(fold_to));
+    }
     item.base = base;
     item.tail = tail;
     item.fold_to = fold_to < 0 ? 0 : static_cast<uint64_t>(fold_to);
@@ -165,16 +193,23 @@ class Sequence {
       result.flags |= cpu::VerifyGroup(item);
     }
 
-    EXPECT_EQ(std::memcmp(source.data(), source_before.data(), source.size() * sizeof(float)), 0);
+    EXPECT_EQ(from, from_before);
     EXPECT_TRUE(OnlyDraftRowsChanged(ring_before, drafts.count));
     for (size_t i = 0; i < kGuardBytes; ++i) {
       EXPECT_EQ(output[i], std::byte{0xff});
       EXPECT_EQ(output[kGuardBytes + output_bytes + i], std::byte{0xff});
+      for (const auto* to : {&target, &target_lp}) {
+        if (!folds) continue;
+        EXPECT_EQ((*to)[i], std::byte{0xff});
+        EXPECT_EQ((*to)[to->size() - 1 - i], std::byte{0xff});
+      }
     }
-    for (size_t i = 0; i < 64 && !target.empty(); ++i)
-      EXPECT_TRUE(std::isnan(target[i]) && std::isnan(target[target.size() - 1 - i]));
     result.output.assign(output.begin() + kGuardBytes, output.end() - kGuardBytes);
-    if (!target.empty()) result.target.assign(target.begin() + 64, target.end() - 64);
+    if (folds) {
+      result.hp.assign(target.begin() + kGuardBytes, target.end() - kGuardBytes);
+      result.lp.assign(target_lp.begin() + kGuardBytes, target_lp.end() - kGuardBytes);
+      result.target = Decode(f.checkpoint_hp, result.hp);
+    }
     return result;
   }
 
@@ -206,8 +241,10 @@ class Sequence {
   }
 
   // Makes `target`, the state at `position`, the checkpoint.
-  void Install(const std::vector<float>& target, uint64_t position) {
-    source = target;
+  void Install(const Result& result, uint64_t position) {
+    source = result.target;
+    lp = result.lp;
+    ++folds_done;
     states.erase(states.begin(), states.begin() + static_cast<ptrdiff_t>(position - base));
     base = position;
     MeasureSource();
@@ -215,12 +252,18 @@ class Sequence {
 
   // records_before: tokens folded into `source` since it was exact.
   Tolerance Bound(const Expected& expected, size_t draft_tokens, size_t records_before = 0) const {
+    const Formats& f = params.formats;
+    const bool one_fp32 = f.checkpoint_hp == Dtype::kFp32 && !f.two_precision();
     return Tolerance({.is_delta_rule = params.shape.is_delta_rule(),
                       .d_k = params.shape.d_k,
                       .records = records_before + h() + draft_tokens,
-                      .draft_tokens = draft_tokens,
-                      .correction = params.formats.correction,
-                      .output = params.formats.output,
+                      .draft_tokens = draft_tokens + (f.two_precision() ? h() : 0),
+                      .folds = one_fp32 ? 0 : folds_done + 1,
+                      .ring_records = h() + draft_tokens,
+                      .correction = f.correction,
+                      .output = f.output,
+                      .checkpoint_hp = f.checkpoint_hp,
+                      .checkpoint_lp = f.checkpoint_lp,
                       .magnitudes = expected.magnitudes});
   }
 
@@ -246,15 +289,19 @@ class Sequence {
     return std::string(FamilyName(s.family)) + " d_k " + std::to_string(s.d_k) + " d_v " +
            std::to_string(s.d_v) + " heads " + std::to_string(s.head_count) + "/" +
            std::to_string(s.key_group_count) + " " + DtypeName(params.formats.activation) + "/" +
-           DtypeName(params.formats.correction) + "/" + DtypeName(params.formats.output) + " h " +
-           std::to_string(h()) + " row " + std::to_string(base % params.ring_records);
+           DtypeName(params.formats.correction) + "/" + DtypeName(params.formats.output) +
+           " page " + DtypeName(params.formats.checkpoint_hp) + "/" +
+           DtypeName(params.formats.checkpoint_lp) + " h " + std::to_string(h()) + " row " +
+           std::to_string(base % params.ring_records);
   }
 
   SequenceParams params;
   RingLayout ring_layout;
   uint64_t base = 0;
   uint64_t tail = 0;
-  std::vector<float> source;
+  std::vector<float> source;  // HP
+  std::vector<std::byte> lp;
+  size_t folds_done = 0;
   std::vector<std::byte> ring_buffer;
   Track track;                              // at `tail`
   std::vector<std::vector<double>> states;  // the oracle's at base, base + 1, ..., tail
@@ -323,6 +370,10 @@ class Sequence {
     std::memcpy(Record(ring_layout.key, tail), one.k.data(), one.k.size());
     std::memcpy(Record(ring_layout.log_alpha, tail), one.log_alpha.data(),
                 one.log_alpha.size() * sizeof(float));
+    if (ring_layout.target.row_bytes != 0) {
+      std::memcpy(Record(ring_layout.target, tail), one.v.data(), one.v.size());
+      std::memcpy(Record(ring_layout.beta, tail), one.beta.data(), one.beta.size() * sizeof(float));
+    }
     if (params.shape.is_delta_rule()) {
       for (size_t i = 0; i < track.oracle.u().size(); ++i) {
         EncodeOne(value_dtype(), static_cast<float>(track.oracle.u()[i]),
@@ -347,7 +398,13 @@ class Sequence {
       const std::byte* value = Record(ring_layout.value, position);
       if (params.shape.is_delta_rule()) {
         const size_t bytes = expected.u[s].size() * DtypeBytes(value_dtype());
-        EXPECT_TRUE(Near(Decode(value_dtype(), {value, bytes}), expected.u[s], 2 * bound.state()));
+        EXPECT_TRUE(
+            Near(Decode(value_dtype(), {value, bytes}), expected.u[s], 2 * bound.read_state()));
+        if (ring_layout.target.row_bytes == 0) continue;
+        EXPECT_EQ(std::memcmp(Record(ring_layout.target, position), one.v.data(), one.v.size()), 0);
+        EXPECT_EQ(std::memcmp(Record(ring_layout.beta, position), one.beta.data(),
+                              one.beta.size() * sizeof(float)),
+                  0);
       } else {
         EXPECT_EQ(std::memcmp(value, one.v.data(), one.v.size()), 0);
         EXPECT_EQ(std::memcmp(Record(ring_layout.value_scale, position), one.value_scale.data(),
@@ -360,7 +417,8 @@ class Sequence {
   ::testing::AssertionResult OnlyDraftRowsChanged(std::vector<std::byte> before,
                                                   size_t draft_count) {
     const RingLayout& r = ring_layout;
-    for (const RingComponent& component : {r.key, r.value, r.log_alpha, r.value_scale}) {
+    for (const RingComponent& component :
+         {r.key, r.value, r.log_alpha, r.value_scale, r.target, r.beta}) {
       for (size_t s = 0; s < draft_count; ++s) {
         const std::byte* row = Record(component, tail + s);
         std::memcpy(before.data() + (row - ring_buffer.data()), row, component.row_bytes);

@@ -107,7 +107,7 @@ TEST(VerifyKernel, FollowsTheAcceptedStreamThroughFolds) {
         const Sequence::Result result =
             sequence.VerifyMatchesOracle(drafts, fold_to, sequence.base - start);
         sequence.Commit(drafts, sequence.random() % (T + 1));
-        if (fold) sequence.Install(result.target, static_cast<uint64_t>(fold_to));
+        if (fold) sequence.Install(result, static_cast<uint64_t>(fold_to));
         if (HasFailure()) return;
       }
       EXPECT_GT(sequence.base, start);
@@ -173,7 +173,7 @@ TEST(VerifyKernel, ReplayIsTheFold) {
     item.formats = &sequence.params.formats;
     item.ring_layout = &sequence.ring_layout;
     item.ring = sequence.ring();
-    item.source = sequence.source.data();
+    item.source = reinterpret_cast<const std::byte*>(sequence.source.data());
     item.base = sequence.base;
     item.tail = sequence.tail;
     for (item.group = 0; item.group < 2; ++item.group) cpu::ReplayGroup(item, replayed.data());

@@ -32,11 +32,28 @@ TEST(StoreHistory, AgreesWithModelAndOracle) {
        {"create",        "create refused",  "begin",        "begin with fold", "begin refused",
         "begin invalid", "verify",          "commit",       "abort",           "retry",
         "fork",          "fork in step",    "fork refused", "rollback",        "rollback refused",
-        "snapshot",      "delete snapshot", "restore",      "release",         "release refused"}) {
+        "snapshot",      "delete snapshot", "restore",      "release",         "release refused",
+        "import",        "import dropped",  "flush"}) {
     EXPECT_GT(did[what], 10) << what;
     RecordProperty(what, did[what]);
     std::printf("  %-18s %d\n", what, did[what]);
   }
+}
+
+// Whenever the background work runs, and whether it runs at all before it is needed: the same bits.
+TEST(StoreHistory, BackgroundFlushTimingChangesNothing) {
+  int used = 0;
+  for (uint64_t seed = 0; seed < FromEnvironment("SSMD_HISTORIES", 3000) / 3; ++seed) {
+    HistoryResult first;
+    for (uint64_t timing = 1; timing <= 3; ++timing) {
+      const HistoryResult result = RunHistory(seed, {.background = true, .timing_seed = timing});
+      ASSERT_EQ(result.error, "") << "seed " << seed << ", timing " << timing;
+      if (timing == 1) first = result;
+      ASSERT_EQ(result.digest, first.digest) << "seed " << seed << ", timing " << timing;
+    }
+    used += first.did.count("background flush used") > 0;
+  }
+  EXPECT_GT(used, FromEnvironment("SSMD_HISTORIES", 3000) / 60);
 }
 
 // A comparison that cannot fail proves nothing: each mistake in the model must be noticed.
@@ -44,7 +61,8 @@ TEST(StoreHistory, NoticesAWrongModel) {
   for (const ModelFault fault : {ModelFault::kForgetsLastAccepted, ModelFault::kSkipsRollback,
                                  ModelFault::kForkSeesDrafts}) {
     int noticed = 0;
-    for (uint64_t seed = 0; seed < 100; ++seed) noticed += !RunHistory(seed, fault).error.empty();
+    for (uint64_t seed = 0; seed < 100; ++seed)
+      noticed += !RunHistory(seed, {.fault = fault}).error.empty();
     EXPECT_GT(noticed, 5) << "fault " << static_cast<int>(fault);
   }
 }

@@ -10,18 +10,33 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "state_store/store.h"
 #include "tests/reference/recurrence.h"
+#include "tests/testing/raw_inputs.h"
 
 namespace ssmd::testing {
 
-using LayerStates = std::vector<reference::Recurrence>;  // [layer], after some prefix
+// One layer after some prefix, in either input form. Copyable: a copy is the same sequence.
+struct LayerOracle {
+  std::variant<reference::Recurrence, RawOracle> any;
+  reference::Recurrence& recurrence() {
+    auto* raw = std::get_if<RawOracle>(&any);
+    return raw == nullptr ? std::get<reference::Recurrence>(any) : raw->recurrence;
+  }
+};
+using LayerStates = std::vector<LayerOracle>;  // [layer]
 
-// The inputs of every (token, layer) of one made-up model, as the service sees them.
+// The inputs of one (token, layer) of a made-up model, as the service sees them, in the form that
+// is used.
+struct LayerInput {
+  reference::Token post_conv;
+  reference::RawToken raw;
+};
 struct TokenInputs {
-  std::vector<std::vector<reference::Token>> of;  // [token][layer]
+  std::vector<std::vector<LayerInput>> of;  // [token][layer]
 };
 
 class StoreModel {
@@ -31,6 +46,7 @@ class StoreModel {
     std::vector<std::shared_ptr<const LayerStates>> states;  // [prefix length]
     uint64_t version = 1;
     uint64_t high_water = 0;
+    uint64_t import_floor = 0;      // nothing below it exists
     uint64_t floor = 0, folds = 0;  // as observed: how often the floor moved
     bool open = false;
     uint64_t position() const { return tokens.size(); }
@@ -64,6 +80,15 @@ class StoreModel {
     sequences[child] = snapshots.at(Name(key));
   }
 
+  // The target takes over the source's whole state.
+  void Import(SequenceId source, SequenceId target) {
+    const uint64_t version = sequences.at(target).version + 1;
+    Sequence imported = Prefix(sequences.at(source), sequences.at(source).position());
+    imported.version = version;
+    imported.high_water = imported.import_floor = imported.position();
+    sequences[target] = std::move(imported);
+  }
+
   void Rollback(SequenceId id, uint64_t position) {
     Sequence& sequence = sequences.at(id);
     sequence.tokens.resize(position);
@@ -81,8 +106,11 @@ class StoreModel {
       for (const int token : drafts) {
         std::vector<std::vector<double>> outputs;
         for (size_t layer = 0; layer < states.size(); ++layer) {
-          outputs.push_back(states[layer].Step(inputs_.of[token][layer]));
-          for (const double u : states[layer].u())
+          const LayerInput& input = inputs_.of[token][layer];
+          auto* raw = std::get_if<RawOracle>(&states[layer].any);
+          outputs.push_back(raw ? raw->Step(input.raw)
+                                : states[layer].recurrence().Step(input.post_conv));
+          for (const double u : states[layer].recurrence().u())
             u_max[layer] = std::max(u_max[layer], std::abs(u));
         }
         row.outputs.push_back(std::move(outputs));
@@ -114,7 +142,8 @@ class StoreModel {
   // "" when the store's answer about a sequence agrees.
   std::string Disagrees(const SequenceState& state) const {
     const Sequence& sequence = sequences.at(state.id);
-    const uint64_t kept = std::min<uint64_t>(sequence.high_water, rollback_tokens_min_);
+    const uint64_t kept =
+        std::min<uint64_t>(sequence.high_water - sequence.import_floor, rollback_tokens_min_);
     if (state.version != sequence.version) return "version";
     if (state.position != sequence.position()) return "position";
     if (state.floor > state.position) return "floor above position";

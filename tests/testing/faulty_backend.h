@@ -17,7 +17,9 @@ class FaultyBackend : public Backend {
       : backend_(std::move(backend)), before_verify_(std::move(before_verify)) {}
 
   const char* name() const override { return backend_->name(); }
-  void ClearSlot(SlotIndex slot, uint32_t window) override { backend_->ClearSlot(slot, window); }
+  void ClearSlot(SlotIndex slot, uint32_t window, uint64_t rounding_key) override {
+    backend_->ClearSlot(slot, window, rounding_key);
+  }
   absl::StatusOr<PlanReport> Plan(const PlanParams& params) override {
     return backend_->Plan(params);
   }
@@ -33,6 +35,24 @@ class FaultyBackend : public Backend {
   absl::Status CopySlot(const CopySlotParams& params) override {
     return backend_->CopySlot(params);
   }
+  absl::StatusOr<bool> FlushSlot(SlotIndex slot) override { return backend_->FlushSlot(slot); }
+  absl::Status BeginImport(SlotIndex slot, uint64_t version) override {
+    return backend_->BeginImport(slot, version);
+  }
+  void WriteImport(SlotIndex slot, uint32_t layer, uint64_t position,
+                   absl::Span<const float> state) override {
+    backend_->WriteImport(slot, layer, position, state);
+  }
+  void EndImport(SlotIndex slot, uint64_t position,
+                 absl::Span<const std::vector<std::byte>> windows) override {
+    backend_->EndImport(slot, position, windows);
+  }
+  void AbortImport(SlotIndex slot) override { backend_->AbortImport(slot); }
+  absl::Status ReadWindow(SlotIndex slot, uint32_t layer, uint64_t position,
+                          absl::Span<std::byte> window) override {
+    return backend_->ReadWindow(slot, layer, position, window);
+  }
+  BackgroundBytes ReadBackgroundBytes() override { return backend_->ReadBackgroundBytes(); }
   void ReleaseSlot(SlotIndex slot) override { backend_->ReleaseSlot(slot); }
   absl::Status ReadState(SlotIndex slot, uint32_t layer, uint64_t position,
                          absl::Span<float> state) override {

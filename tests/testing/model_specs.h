@@ -35,6 +35,7 @@ inline v1::ModelSpec SmallSpec() {
   spec.set_rollback_tokens_min(2);
   spec.set_tp_size(1);
   spec.set_pp_size(1);
+  spec.set_flush_mode(v1::FLUSH_MODE_FUSED);
   return spec;
 }
 

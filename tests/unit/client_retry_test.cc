@@ -323,6 +323,23 @@ TEST_F(ClientTest, StateLostIsForGood) {
   EXPECT_EQ(service_.calls(), 1);  // the second call was not sent
 }
 
+TEST_F(ClientTest, AnExpiredSessionIsForGood) {
+  service_.Script({Failure(grpc::StatusCode::NOT_FOUND, {.reason = "SESSION_EXPIRED"})});
+  EXPECT_TRUE(IsSessionExpired(Commit()));
+  EXPECT_TRUE(IsSessionExpired(session_->status()));
+  EXPECT_FALSE(IsStateLost(session_->status()));
+  EXPECT_TRUE(IsSessionExpired(session_->CreateSequences(kModel, 1).status()));
+  EXPECT_EQ(service_.calls(), 1);
+}
+
+TEST_F(ClientTest, AnAbandonedSessionRefusesCallsAndIsNotClosed) {
+  service_.Script({});
+  session_->Abandon();
+  EXPECT_TRUE(absl::IsFailedPrecondition(Commit()));
+  session_.reset();
+  EXPECT_EQ(service_.calls(), 0);  // no CloseSession
+}
+
 TEST_F(ClientTest, AReplyOfAnotherEpochIsALostSession) {
   service_.set_epoch(kEpoch + 1);
   EXPECT_TRUE(IsStateLost(Commit()));

@@ -63,8 +63,8 @@ TEST(Geometry, SizesOfAKnownModel) {
   EXPECT_EQ(geometry.ring_records(), 32u);
   const Capacity capacity{
       .sequences_max = 10, .snapshots_max = 2, .spare_pages = 3, .rows_max = 8, .steps_max = 2};
-  EXPECT_EQ(*ReservedBytes(geometry, capacity),
-            16 * geometry.checkpoint_bytes() + 12 * geometry.ring_bytes());
+  EXPECT_EQ(*ReservedBytes(geometry, capacity), (16 + kExportSlots) * geometry.checkpoint_bytes() +
+                                                    (12 + kExportSlots) * geometry.ring_bytes());
 }
 
 TEST(Geometry, CapacityLimits) {

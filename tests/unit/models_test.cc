@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <functional>
 #include <set>
 
@@ -10,6 +11,7 @@
 #include "kernels/cpu/thread_pool.h"
 #include "service/validate.h"
 #include "tests/testing/model_specs.h"
+#include "tests/testing/raw_specs.h"
 #include "tests/testing/status_is.h"
 
 namespace ssmd {
@@ -64,6 +66,11 @@ TEST_F(ModelsTest, FingerprintSeesEveryField) {
         s.mutable_layer_groups(2)->set_layer_ids(0, 11);
       },
       [](Spec& s) { s.mutable_layer_groups(1)->add_layer_ids(11); },
+      [](Spec& s) { s.set_checkpoint_dtype(v1::DATA_TYPE_FP16); },
+      [](Spec& s) { s.set_checkpoint_lp_dtype(v1::DATA_TYPE_FP16); },
+      [](Spec& s) { s.set_flush_mode(v1::FLUSH_MODE_BACKGROUND); },
+      [](Spec& s) { s.set_rounding_seed(1); },
+      [](Spec& s) { s.set_rounding_seed(uint64_t{1} << 32); },
   };
   std::set<uint64_t> seen;
   for (const auto& change : changes) {
@@ -74,12 +81,80 @@ TEST_F(ModelsTest, FingerprintSeesEveryField) {
   EXPECT_FALSE(seen.contains(0));
 }
 
+// Parameters are part of the model, to the last bit.
+TEST_F(ModelsTest, FingerprintSeesEveryParameter) {
+  using Parameters = v1::LayerParameters;
+  const std::function<void(Parameters&)> changes[] = {
+      [](Parameters&) {},
+      [](Parameters& p) { p.set_conv_weight(17, std::nextafter(p.conv_weight(17), 2.0f)); },
+      [](Parameters& p) { p.set_conv_bias(3, -p.conv_bias(3)); },
+      [](Parameters& p) { p.clear_conv_bias(); },
+      [](Parameters& p) { p.set_a_log(0, 0.0f); },
+      [](Parameters& p) { p.set_a_log(0, -0.0f); },
+      [](Parameters& p) { p.set_dt_bias(1, 3); },
+      [](Parameters& p) { p.clear_dt_bias(); },
+      [](Parameters& p) { p.set_qk_l2_norm(!p.qk_l2_norm()); },
+      [](Parameters& p) { p.set_gate_lower_bound(-4); },
+      [](Parameters& p) { p.set_kda_gate(v1::KDA_GATE_SOFTPLUS), p.clear_gate_lower_bound(); },
+  };
+  std::set<uint64_t> seen;
+  for (const auto& change : changes) {
+    std::mt19937_64 random(1);
+    v1::ModelSpec spec = testing::RawSpec(random);
+    change(*spec.mutable_layer_groups(2)->mutable_parameters(0));  // KDA
+    const auto parsed = ParseModelSpec(spec);
+    ASSERT_TRUE(parsed.ok()) << parsed.status();
+    EXPECT_TRUE(seen.insert(Fingerprint(*parsed)).second) << seen.size();
+  }
+  std::mt19937_64 random(1);
+  v1::ModelSpec spec = testing::RawSpec(random);
+  spec.mutable_layer_groups(0)->mutable_parameters(1)->clear_d();
+  EXPECT_TRUE(seen.insert(Fingerprint(*ParseModelSpec(spec))).second);
+}
+
+TEST_F(ModelsTest, UnregisterRefusesWhileInUseAndGivesTheMemoryBack) {
+  const ModelRef model = table_.Register(Small(), {.snapshots_max = 2})->model;
+  Store& store = *model->store;
+  const SequenceId id = store.CreateSequences(OwnerId{1}, 1)->ids[0];
+  ASSERT_TRUE(store.CreateSnapshot(OwnerId{1}, {id, 1}, {"k", 0}).ok());
+  const auto in_use = absl::StatusCode::kFailedPrecondition;
+  EXPECT_TRUE(Fails(table_.Unregister(model->id), in_use, {"1 sequences"}));
+  ASSERT_TRUE(store.Release(OwnerId{1}, {id}).ok());
+  {
+    const auto exported = store.BeginExport({"k", 0});
+    EXPECT_TRUE(Fails(table_.Unregister(model->id), in_use, {"1 exports"}));
+  }
+  EXPECT_EQ(*table_.Unregister(model->id), 1u);
+  EXPECT_TRUE(Fails(table_.Unregister(model->id), absl::StatusCode::kNotFound, {}));
+  EXPECT_EQ(table_.All().size(), 0u);
+  // A call that still holds it makes nothing any more.
+  EXPECT_TRUE(Fails(store.CreateSequences(OwnerId{1}, 1), absl::StatusCode::kNotFound, {}));
+  EXPECT_TRUE(Fails(store.BeginStep(OwnerId{1}, {.rows = {{}}}), absl::StatusCode::kNotFound, {}));
+  EXPECT_TRUE(Fails(store.BeginExport({"k", 0}), absl::StatusCode::kNotFound, {}));
+}
+
+TEST_F(ModelsTest, RegisteringInTurnNeverRunsOut) {
+  std::set<uint64_t> first_ids;
+  for (int i = 0; i < 10; ++i) {
+    uint64_t id = 0;
+    {
+      const ModelRef model = table_.Register(Small(), {})->model;
+      id = model->id;
+      const SequenceId sequence = model->store->CreateSequences(OwnerId{1}, 1)->ids[0];
+      EXPECT_TRUE(first_ids.insert(static_cast<uint64_t>(sequence)).second);
+      ASSERT_TRUE(model->store->Release(OwnerId{1}, {sequence}).ok());
+    }
+    ASSERT_TRUE(table_.Unregister(id).ok());
+    EXPECT_EQ(device_.bytes_used(), 0u);
+  }
+}
+
 // The fingerprint is part of the contract between servers: it must not change by accident.
 TEST_F(ModelsTest, FingerprintIsStable) {
   const std::string bytes = CanonicalSpec(Small());
-  EXPECT_EQ(bytes.size(), 31u * 4 + 5);
+  EXPECT_EQ(bytes.size(), 36u * 4 + 5);
   EXPECT_EQ(bytes.substr(0, 13), std::string("\1\0\0\0\5\0\0\0small", 13));
-  EXPECT_EQ(Fingerprint(Small()), 0x6acf56c928813c2bu);
+  EXPECT_EQ(Fingerprint(Small()), 0x71fc916327b0f01cu);
 }
 
 TEST_F(ModelsTest, DefaultsAreResolved) {
@@ -128,8 +203,8 @@ TEST_F(ModelsTest, LimitsAreKept) {
 }
 
 TEST_F(ModelsTest, IdsOfDifferentModelsNeverMeet) {
-  Model* a = table_.Register(Small(), {})->model;
-  Model* b = table_.Register(Small([](v1::ModelSpec& s) { s.set_name("b"); }), {})->model;
+  const ModelRef a = table_.Register(Small(), {})->model;
+  const ModelRef b = table_.Register(Small([](v1::ModelSpec& s) { s.set_name("b"); }), {})->model;
   const SequenceId id = a->store->CreateSequences(OwnerId{1}, 1)->ids[0];
   EXPECT_NE(b->store->CreateSequences(OwnerId{1}, 1)->ids[0], id);
   EXPECT_TRUE(Fails(b->store->Get(OwnerId{1}, id), absl::StatusCode::kNotFound, {}));

@@ -6,6 +6,8 @@
 #include <set>
 #include <thread>
 
+#include "kernels/cpu/cpu_backend.h"
+#include "kernels/cpu/thread_pool.h"
 #include "tests/testing/fake_clock.h"
 #include "tests/testing/status_is.h"
 
@@ -25,11 +27,15 @@ class SessionsTest : public ::testing::Test {
   int Releases(OwnerId id) const { return static_cast<int>(released_.count(id)); }
 
   FakeClock clock_;
-  std::multiset<OwnerId> released_;
+  std::multiset<OwnerId> released_, kept_;
   SessionTable table_{{.sessions_max = 3, .lease_ms_min = 100, .lease_ms_max = 5000},
                       clock_.AsClock(),
-                      [this](OwnerId id) {
-                        released_.insert(id);
+                      [this](OwnerId id, SessionTable::Sequences sequences) {
+                        if (sequences == SessionTable::Sequences::kKeep) {
+                          kept_.insert(id);
+                        } else {
+                          released_.insert(id);
+                        }
                         return Store::Released{.sequences = 7, .steps = 2};
                       }};
 };
@@ -60,7 +66,9 @@ TEST_F(SessionsTest, LeaseRunsOutOnce) {
   clock_.Advance(absl::Milliseconds(999));
   EXPECT_EQ(table_.ExpireLeases(), 0u);
   clock_.Advance(absl::Milliseconds(1));
-  EXPECT_TRUE(Fails(table_.Enter(id), kNotFound, {"expired"}));  // even before the sweep
+  const auto expired = table_.Enter(id);  // even before the sweep
+  EXPECT_TRUE(Fails(expired, kNotFound, {"expired"}));
+  EXPECT_EQ(GetDetail(expired.status(), detail::kReason), reason::kSessionExpired);
   EXPECT_EQ(table_.ExpireLeases(), 1u);
   EXPECT_EQ(table_.ExpireLeases(), 0u);
   EXPECT_EQ(Releases(id), 1);
@@ -155,6 +163,21 @@ TEST_F(SessionsTest, RepliesAreRecordedByRequestId) {
   EXPECT_EQ(made, before + 1);
 }
 
+TEST_F(SessionsTest, RecordedWindowsAreBounded) {
+  SessionCall call = *table_.Enter(Open());
+  int made = 0;
+  const auto make = [&]() -> absl::StatusOr<NewSequences> {
+    ++made;
+    return NewSequences{.worker_window = std::string(kWorkerWindowBytesMax * 2 / 5, 'w')};
+  };
+  for (uint64_t id = 1; id <= 3; ++id) ASSERT_TRUE(call->Once(id, "", make).ok());
+  ASSERT_TRUE(call->Once(3, "", make).ok());
+  ASSERT_TRUE(call->Once(2, "", make).ok());
+  EXPECT_EQ(made, 3);
+  ASSERT_TRUE(call->Once(1, "", make).ok());  // forgotten
+  EXPECT_EQ(made, 4);
+}
+
 TEST_F(SessionsTest, EqualRequestsAtOneTimeAreMadeOnce) {
   const OwnerId id = Open();
   std::atomic<int> made{0};
@@ -174,12 +197,129 @@ TEST_F(SessionsTest, EqualRequestsAtOneTimeAreMadeOnce) {
   EXPECT_EQ(made, 1);
 }
 
+// Sessions and the one store that they own sequences in.
+class AdoptionTest : public ::testing::Test {
+ protected:
+  AdoptionTest() {
+    auto store = Store::Create(
+        {.geometry = {.layers = {{Family::kMamba2, 1, 1, 16, 8}},
+                      .formats = {.activation = Dtype::kFp32, .correction = Dtype::kNone}},
+         .capacity = {.sequences_max = 4,
+                      .snapshots_max = 0,
+                      .spare_pages = 2,
+                      .rows_max = 4,
+                      .steps_max = 2}},
+        [this](const BackendSpec& spec) { return device_.CreateBackend(spec); });
+    EXPECT_TRUE(store.ok()) << store.status();
+    store_ = *std::move(store);
+  }
+  OwnerId Open(uint32_t adoption_ms) { return table_.Open(1000, "test", adoption_ms)->id; }
+  std::vector<SequenceId> Create(OwnerId owner, uint32_t count) {
+    return store_->CreateSequences(owner, count)->ids;
+  }
+  absl::StatusOr<std::vector<SequenceState>> Adopt(OwnerId adopter, OwnerId old,
+                                                   std::vector<SequenceId> ids = {}) {
+    SSMD_ASSIGN_OR_RETURN(SessionCall call, table_.Enter(adopter));
+    return table_.Adopt(*call, old, *store_, ids);
+  }
+  void Close(OwnerId id) {
+    auto call = table_.Enter(id);
+    ASSERT_TRUE(table_.Close(*call, [](Store::Released) {}).ok());
+  }
+  static std::vector<SequenceId> Ids(const std::vector<SequenceState>& states) {
+    std::vector<SequenceId> ids;
+    for (const SequenceState& state : states) ids.push_back(state.id);
+    return ids;
+  }
+
+  FakeClock clock_;
+  cpu::ThreadPool pool_{1};
+  cpu::CpuDevice device_{1u << 20, &pool_};
+  std::unique_ptr<Store> store_;
+  SessionTable table_{
+      {.sessions_max = 3, .lease_ms_min = 100, .lease_ms_max = 5000, .adoption_ms_max = 2000},
+      clock_.AsClock(),
+      [this](OwnerId id, SessionTable::Sequences sequences) {
+        return sequences == SessionTable::Sequences::kKeep ? store_->DetachOwner(id)
+                                                           : store_->ReleaseOwner(id);
+      }};
+};
+
+TEST_F(AdoptionTest, KeptUntilTheTimeIsOver) {
+  const OwnerId old = Open(2000);
+  Create(old, 2);
+  Close(old);
+  EXPECT_EQ(table_.kept_count(), 1u);
+  clock_.Advance(absl::Milliseconds(1999));
+  table_.ExpireLeases();
+  EXPECT_EQ(store_->CountOwned(old), 2u);
+  clock_.Advance(absl::Milliseconds(1));
+  const OwnerId heir = Open(0);
+  EXPECT_TRUE(Fails(Adopt(heir, old), kNotFound, {"old_session_id"}));
+  EXPECT_EQ(store_->CountOwned(old), 0u);
+  EXPECT_EQ(table_.kept_count(), 0u);
+}
+
+TEST_F(AdoptionTest, AllOrSomeAndRepeats) {
+  const OwnerId old = Open(1000), heir = Open(0);
+  const std::vector<SequenceId> ids = Create(old, 3);
+  EXPECT_TRUE(Fails(Adopt(heir, old), absl::StatusCode::kPermissionDenied, {"lives"}));
+  EXPECT_TRUE(Fails(Adopt(heir, heir), absl::StatusCode::kPermissionDenied, {"lives"}));
+  Close(old);
+  EXPECT_TRUE(Fails(table_.Enter(old), kNotFound, {}));
+  const SequenceId own = Create(heir, 1)[0];
+  // All or none: one of them is unknown.
+  EXPECT_TRUE(Fails(Adopt(heir, old, {ids[0], SequenceId{99}}), kNotFound, {}));
+  EXPECT_EQ(store_->CountOwned(heir), 1u);
+  for (int i = 0; i < 2; ++i) EXPECT_EQ(Ids(*Adopt(heir, old, {ids[1], own})).size(), 2u);
+  for (int i = 0; i < 2; ++i) EXPECT_EQ(Ids(*Adopt(heir, old)), ids);
+  EXPECT_EQ(store_->CountOwned(heir), 4u);
+  // Somebody else comes too late, with and without names.
+  const OwnerId late = Open(0);
+  EXPECT_TRUE(Fails(Adopt(late, old, {ids[0]}), absl::StatusCode::kPermissionDenied, {"another"}));
+  EXPECT_EQ(Adopt(late, old)->size(), 0u);
+  // What is the caller's is accepted even after the time.
+  clock_.Advance(absl::Milliseconds(999));
+  ASSERT_TRUE(table_.Enter(heir).ok());
+  clock_.Advance(absl::Milliseconds(1));
+  EXPECT_EQ(Ids(*Adopt(heir, old, ids)), ids);
+  EXPECT_TRUE(Fails(Adopt(heir, old), kNotFound, {}));
+  EXPECT_EQ(store_->CountOwned(heir), 4u);
+}
+
+TEST_F(AdoptionTest, AnExpiredLeaseNeedsNoSweep) {
+  const OwnerId old = Open(1000);
+  const std::vector<SequenceId> ids = Create(old, 1);
+  clock_.Advance(absl::Milliseconds(1000));
+  EXPECT_EQ(Ids(*Adopt(Open(0), old)), ids);
+}
+
+TEST_F(AdoptionTest, NothingIsKeptWithoutSequencesOrUnasked) {
+  const OwnerId empty = Open(1000), unasked = Open(0);
+  Create(unasked, 1);
+  Close(empty);
+  Close(unasked);
+  EXPECT_EQ(table_.kept_count(), 0u);
+  EXPECT_EQ(store_->usage().sequences, 0u);
+  EXPECT_TRUE(Fails(Adopt(Open(0), unasked), kNotFound, {}));
+}
+
+TEST_F(AdoptionTest, LimitsAreKept) {
+  EXPECT_TRUE(RefusesField(table_.Open(1000, "", 2001), "adoption_ms", {"0..2000", "got 2001"}));
+  const OwnerId old = Open(2000);
+  Create(old, 1);
+  Close(old);
+  Open(0);
+  Open(0);
+  EXPECT_TRUE(Fails(table_.Open(1000, "", 0), absl::StatusCode::kResourceExhausted, {"kept"}));
+}
+
 // Calls, sweeps and a close race; whatever the order, the release comes once and last.
 TEST_F(SessionsTest, ReleasesOnceUnderRaces) {
   for (int round = 0; round < 200; ++round) {
     std::atomic<int> in_flight{0}, releases{0};
     SessionTable table({.sessions_max = 1, .lease_ms_min = 1, .lease_ms_max = 1000},
-                       MonotonicClock(), [&](OwnerId) {
+                       MonotonicClock(), [&](OwnerId, SessionTable::Sequences) {
                          EXPECT_EQ(in_flight.load(), 0);
                          ++releases;
                          return Store::Released{};

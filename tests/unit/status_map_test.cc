@@ -98,5 +98,17 @@ TEST(StatusMap, CutsLongMessagesAtACharacter) {
   EXPECT_EQ(Decode(mapped).status.message(), mapped.error_message());
 }
 
+TEST(StatusMap, AsAMessageOfABatch) {
+  const google::rpc::Status ok = ToRpcStatus(absl::OkStatus());
+  EXPECT_EQ(ok.code(), 0);
+  EXPECT_EQ(ok.details_size(), 0);
+  const absl::Status status =
+      ErrorWithReason(absl::StatusCode::kAborted, reason::kVersionMismatch, "row 1: stale");
+  const google::rpc::Status message = ToRpcStatus(status);
+  EXPECT_EQ(message.code(), grpc::ABORTED);
+  EXPECT_EQ(message.message(), "row 1: stale");
+  EXPECT_EQ(message.SerializeAsString(), ToGrpcStatus(status).error_details());
+}
+
 }  // namespace
 }  // namespace ssmd

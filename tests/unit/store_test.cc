@@ -11,11 +11,11 @@
 #include <random>
 #include <thread>
 
-#include "absl/synchronization/notification.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/cpu/thread_pool.h"
 #include "tests/testing/faulty_backend.h"
 #include "tests/testing/layer_inputs.h"
+#include "tests/testing/notification.h"
 
 namespace ssmd {
 namespace {
@@ -144,7 +144,7 @@ TEST_F(StoreTest, AbortWaitsForARunningVerify) {
   Make();
   const SequenceId id = Create();
   const StepId step = Begin(id, 1);
-  absl::Notification entered, go_on;
+  testing::Notification entered, go_on;
   before_verify_ = [&](const VerifyParams&) {
     entered.Notify();
     go_on.WaitForNotification();
@@ -171,7 +171,7 @@ TEST_F(StoreTest, EndOfAnOwnerDuringAVerifyReclaimsEverything) {
   Decode(id, 3);
   const SequenceId other = Create(kBob);
   const StepId step = Begin(id, 1);
-  absl::Notification entered, go_on;
+  testing::Notification entered, go_on;
   before_verify_ = [&](const VerifyParams&) {
     entered.Notify();
     go_on.WaitForNotification();

@@ -5,6 +5,9 @@
 
 #include <numeric>
 
+#include "absl/time/clock.h"
+#include "tests/testing/notification.h"
+
 namespace ssmd::cpu {
 namespace {
 
@@ -31,6 +34,52 @@ TEST(ThreadPool, ServesSeveralCallers) {
   }
   for (std::thread& caller : callers) caller.join();
   EXPECT_EQ(sum, 4u * 200 * (16 * 17 / 2));
+}
+
+TEST(BackgroundThreads, RunsWhatIsPosted) {
+  for (const uint32_t threads : {1u, 3u}) {
+    std::atomic<int> ran{0};
+    testing::Notification all;
+    BackgroundThreads background(threads);
+    for (int i = 0; i < 100; ++i)
+      background.Post([&] {
+        if (++ran == 100) all.Notify();
+      });
+    all.WaitForNotification();
+    EXPECT_EQ(ran, 100);
+  }
+}
+
+TEST(BackgroundThreads, OneThreadKeepsTheOrder) {
+  std::vector<int> order;
+  testing::Notification last;
+  BackgroundThreads background(1);
+  for (int i = 0; i < 50; ++i) background.Post([&order, i] { order.push_back(i); });
+  background.Post([&] { last.Notify(); });
+  last.WaitForNotification();
+  for (int i = 0; i < 50; ++i) EXPECT_EQ(order[static_cast<size_t>(i)], i);
+}
+
+TEST(BackgroundThreads, TheEndDropsWhatHasNotBegun) {
+  std::atomic<int> ran{0};
+  testing::Notification begun, go;
+  std::thread releaser;
+  {
+    BackgroundThreads background(1);
+    background.Post([&] {
+      begun.Notify();
+      go.WaitForNotification();
+      ++ran;
+    });
+    begun.WaitForNotification();
+    for (int i = 0; i < 10; ++i) background.Post([&] { ++ran; });
+    releaser = std::thread([&] {  // lets the running task go once the destructor waits for it
+      absl::SleepFor(absl::Milliseconds(20));
+      go.Notify();
+    });
+  }
+  releaser.join();
+  EXPECT_EQ(ran, 1);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Reads a Prometheus text page over HTTP: as much of a scraper as the demo needs.
+// Reads a Prometheus text page over HTTP: as much of a scraper as our tools need.
 #pragma once
 
 #include <map>
@@ -6,7 +6,7 @@
 
 #include "absl/status/statusor.h"
 
-namespace ssmd::demo {
+namespace ssmd::client {
 
 // Samples by "name{labels}" as the page writes them.
 using Samples = std::map<std::string, double>;
@@ -21,4 +21,4 @@ Samples ParseMetrics(const std::string& page);
 // all).
 double SumOf(const Samples& samples, const std::string& name, const std::string& label = "");
 
-}  // namespace ssmd::demo
+}  // namespace ssmd::client

@@ -1,4 +1,4 @@
-#include "client/demo/metrics_page.h"
+#include "client/tools/metrics_page.h"
 
 #include <netdb.h>
 #include <sys/socket.h>
@@ -13,7 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 
-namespace ssmd::demo {
+namespace ssmd::client {
 namespace {
 
 constexpr size_t kPageBytesMax = 16 << 20;
@@ -81,4 +81,4 @@ double SumOf(const Samples& samples, const std::string& name, const std::string&
   return sum;
 }
 
-}  // namespace ssmd::demo
+}  // namespace ssmd::client
