@@ -4,7 +4,7 @@ JOBS ?= $(shell nproc)
 FUZZ_SECONDS ?= 30
 SOURCES := $(shell git ls-files -co --exclude-standard '*.cc' '*.h' 2>/dev/null)
 
-.PHONY: help demo test asan fuzz mutate lint format bench deps build-% test-% clean
+.PHONY: help demo test fuzz mutate lint format-check format bench deps clean
 
 help:
 	@echo "make demo    install what is missing, build, run the demo against a server of its own, stop it"
@@ -40,8 +40,10 @@ fuzz: build-fuzz
 mutate: deps
 	@tools/mutate
 
-lint: build-dev
+format-check: deps
 	@clang-format --dry-run --Werror $(SOURCES)
+
+lint: format-check build-dev
 	@tools/run_clang_tidy build/dev
 
 format:

@@ -139,6 +139,15 @@ StateImport::~StateImport() {
 }
 
 namespace {
+// No sequence gets further: positions, windows and drafts added to them never wrap.
+constexpr uint64_t kPositionMax = uint64_t{1} << 62;
+
+absl::Status CheckPosition(uint64_t position) {
+  if (position <= kPositionMax) return absl::OkStatus();
+  return InvalidField("descriptor.position", absl::StrCat("descriptor.position: expected at most ",
+                                                          kPositionMax, ", got ", position));
+}
+
 absl::Status ImportEnded(SequenceId id) {
   return absl::AbortedError(
       absl::StrCat("the import into ", Name(id), " was ended: its session is gone"));
@@ -147,6 +156,7 @@ absl::Status ImportEnded(SequenceId id) {
 
 absl::Status StateImport::WriteLayer(uint32_t layer, uint64_t position,
                                      absl::Span<const float> state) {
+  SSMD_RETURN_IF_ERROR(CheckPosition(position));
   const Geometry& geometry = store_->geometry();
   if (layer >= geometry.layers.size() || state.size() != geometry.layers[layer].state_elements()) {
     return InvalidField(
@@ -166,6 +176,7 @@ absl::Status StateImport::WriteLayer(uint32_t layer, uint64_t position,
 
 absl::StatusOr<SequenceState> StateImport::Finish(
     uint64_t position, absl::Span<const std::vector<std::byte>> windows) {
+  SSMD_RETURN_IF_ERROR(CheckPosition(position));
   const Geometry& geometry = store_->geometry();
   const bool raw = !geometry.raw.empty();
   if (windows.size() != (raw ? geometry.layers.size() : 0)) {

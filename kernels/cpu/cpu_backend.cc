@@ -1,7 +1,5 @@
 #include "kernels/cpu/cpu_backend.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cstring>
 #include <optional>
@@ -11,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/check.h"
 #include "kernels/cpu/control_block.h"
+#include "kernels/cpu/pool.h"
 #include "kernels/cpu/raw_kernel.h"
 #include "kernels/cpu/verify_kernel.h"
 #include "kernels/mutex.h"
@@ -19,49 +18,6 @@ namespace ssmd::cpu {
 namespace {
 
 constexpr int kPoisonByte = 0xff;  // NaN in FP32, BF16 and FP16
-
-// Anonymous zeroed pages, counted against the device's budget.
-class Pool {
- public:
-  Pool() = default;
-  static absl::StatusOr<Pool> Make(CpuDevice* device, uint64_t bytes) {
-    Pool pool;
-    if (bytes == 0) return pool;
-    if (!device->Reserve(bytes)) {
-      return ErrorWithReason(absl::StatusCode::kResourceExhausted, reason::kNoMemory,
-                             absl::StrCat("pool of ", bytes, " bytes: ", device->bytes_used(),
-                                          " of ", device->bytes_max(), " state bytes are in use"));
-    }
-    pool.device_ = device;
-    pool.bytes_ = bytes;
-    void* address =
-        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (address == MAP_FAILED) {
-      return ErrorWithReason(
-          absl::StatusCode::kResourceExhausted, reason::kNoMemory,
-          absl::StrCat("mmap of ", bytes, " bytes failed: ", std::strerror(errno)));
-    }
-    pool.data_ = static_cast<std::byte*>(address);
-    return pool;
-  }
-  Pool(Pool&& other) noexcept { *this = std::move(other); }
-  Pool& operator=(Pool&& other) noexcept {
-    std::swap(device_, other.device_);
-    std::swap(data_, other.data_);
-    std::swap(bytes_, other.bytes_);
-    return *this;
-  }
-  ~Pool() {
-    if (data_ != nullptr) munmap(data_, bytes_);
-    if (device_ != nullptr) device_->Return(bytes_);
-  }
-  std::byte* data() const { return data_; }
-
- private:
-  CpuDevice* device_ = nullptr;
-  std::byte* data_ = nullptr;
-  uint64_t bytes_ = 0;
-};
 
 struct Layer {
   LayerShape shape;

@@ -1,12 +1,10 @@
 #include "tests/fuzz/world.h"
 
 #include <cmath>
-#include <concepts>
 #include <random>
 
-#include "kernels/check.h"
-#include "service/core.h"
 #include "service/handlers.h"
+#include "tests/fuzz/world_internal.h"
 #include "tests/testing/layer_inputs.h"
 #include "tests/testing/model_specs.h"
 
@@ -31,166 +29,186 @@ ServerConfig SmallServer() {
   return config;
 }
 
-void Must(const absl::Status& status) { SSMD_CHECK(status.ok(), "%s", status.ToString().c_str()); }
-template <typename T>
-T Must(absl::StatusOr<T> result) {
-  Must(result.status());
-  return *std::move(result);
+}  // namespace
+
+World::World() : core_(SmallServer(), [] { return absl::UnixEpoch(); }) {
+  v1::RegisterModelRequest request;
+  *request.mutable_spec() = testing::SmallSpec();
+  v1::ModelCapacity& capacity = *request.mutable_capacity();
+  capacity.set_sequences_max(5);
+  capacity.set_snapshots_max(2);
+  capacity.set_spare_pages(3);
+  capacity.set_rows_max(4);
+  capacity.set_steps_max(3);
+  v1::RegisterModelResponse registered;
+  Must(handlers::RegisterModel(core_, request, registered));
+  model_ = registered.model_id();
+  owner_ = Must(core_.sessions.Open(0, "fuzz")).id;
+  Store& store = this->store();
+  ids_ = Must(store.CreateSequences(owner_, 3)).ids;
+  StepId committed{};
+  for (uint64_t version = 1; version <= 3; ++version) {
+    committed = Begin(store, {ids_[0], version, 2});
+    for (uint32_t layer = 0; layer < 3; ++layer) Must(Verify(store, committed, layer, 2));
+    const std::vector<uint32_t> accepted = {version < 3 ? 2u : 1u};
+    Must(store.Commit(owner_, committed, accepted).status());
+  }
+  steps_ = {Begin(store, {ids_[2], 1, 2}), committed};
+  Must(Verify(store, steps_[0], 0, 2));
+  Must(store.CreateSnapshot(owner_, {ids_[0], 4}, {"s", 4}).status());
 }
 
-class World {
- public:
-  World() : core_(SmallServer(), [] { return absl::UnixEpoch(); }) {
-    v1::RegisterModelRequest request;
-    *request.mutable_spec() = testing::SmallSpec();
-    v1::ModelCapacity& capacity = *request.mutable_capacity();
-    capacity.set_sequences_max(5);
-    capacity.set_snapshots_max(2);
-    capacity.set_spare_pages(3);
-    capacity.set_rows_max(4);
-    capacity.set_steps_max(3);
-    v1::RegisterModelResponse registered;
-    Must(handlers::RegisterModel(core_, request, registered));
-    model_ = registered.model_id();
-    owner_ = Must(core_.sessions.Open(0, "fuzz")).id;
-    ModelRef model = Must(core_.models.Find(model_));
+absl::Status World::Answered(const Message& request, const absl::Status& status) {
+  SSMD_CHECK(!absl::IsInternal(status) && !absl::IsUnknown(status), "%s: %s",
+             request.ShortDebugString().c_str(), status.ToString().c_str());
+  return status;
+}
+
+bool Same(const Held& a, const Held& b) {
+  return a.state.id == b.state.id && a.state.version == b.state.version &&
+         a.state.position == b.state.position && a.state.floor == b.state.floor &&
+         a.state.open_step == b.state.open_step && a.values == b.values;
+}
+
+std::vector<Held> World::Look(Store& store) const {
+  std::vector<Held> all;
+  for (const SequenceState& state : store.GetAll(owner_)) {
+    Held held{.state = state};
+    for (uint32_t layer = 0; layer < store.geometry().layers.size(); ++layer) {
+      const size_t at = held.values.size();
+      held.values.resize(at + store.geometry().layers[layer].state_elements());
+      Must(store.ReadState(owner_, state.id, layer, state.position,
+                           absl::MakeSpan(held.values).subspan(at)));
+    }
+    all.push_back(std::move(held));
+  }
+  return all;
+}
+
+void World::Check(Values values) {
+  for (const ModelRef& model : core_.models.All()) {
     Store& store = *model->store;
-    ids_ = Must(store.CreateSequences(owner_, 3)).ids;
-    for (uint64_t version = 1; version <= 3; ++version) {
-      const StepId step = Begin(store, {ids_[0], version, 2});
-      for (uint32_t layer = 0; layer < 3; ++layer) Verify(store, step, layer, 2);
-      const std::vector<uint32_t> accepted = {version < 3 ? 2u : 1u};
-      Must(store.Commit(owner_, step, accepted).status());
-      steps_[1] = step;
+    for (const Held& held : Look(store)) {
+      for (const float x : held.values)
+        SSMD_CHECK(values == Values::kAny || std::isfinite(x), "a state holds %f", double{x});
     }
-    steps_[0] = Begin(store, {ids_[2], 1, 2});
-    Verify(store, steps_[0], 0, 2);
-    Must(store.CreateSnapshot(owner_, {ids_[0], 4}, {"s", 4}).status());
+    if (model->id == model_) Continue(store, values);
+    for (const SnapshotKey& key : store.ListSnapshots(std::nullopt, 1000))
+      Must(store.DeleteSnapshot(key));
   }
-
-  template <typename Request, typename Response, typename Handler>
-  absl::Status Serve(Request& request, Handler handler) {
-    Name(request);
-    Response response;
-    absl::Status status;
-    if constexpr (std::invocable<Handler, ServiceCore&, const Request&, Response&>) {
-      status = handler(core_, request, response);
-    } else {
-      SessionCall call = Must(core_.sessions.Enter(owner_));
-      status = handler(core_, *call, request, response);
-    }
-    SSMD_CHECK(!absl::IsInternal(status) && !absl::IsUnknown(status), "%s: %s",
-               request.ShortDebugString().c_str(), status.ToString().c_str());
-    return status;
+  core_.EndOwner(owner_, SessionTable::Sequences::kRelease);
+  for (const ModelRef& model : core_.models.All()) {
+    const StoreUsage usage = model->store->usage();
+    SSMD_CHECK(
+        usage.sequences + usage.snapshots + usage.open_steps + usage.imports + usage.exports == 0 &&
+            usage.pages.free == usage.pages.total,
+        "%u sequences, %u snapshots, %u steps left", usage.sequences, usage.snapshots,
+        usage.open_steps);
   }
+}
 
-  // What was accepted must have left a store that works and gives everything back.
-  void Check() {
-    for (const ModelRef& model : core_.models.All()) {
-      Store& store = *model->store;
-      for (const SequenceState& state : store.GetAll(owner_)) {
-        for (uint32_t layer = 0; layer < store.geometry().layers.size(); ++layer) {
-          std::vector<float> values(store.geometry().layers[layer].state_elements());
-          Must(store.ReadState(owner_, state.id, layer, state.position, absl::MakeSpan(values)));
-          for (const float x : values) SSMD_CHECK(std::isfinite(x), "a state holds %f", double{x});
-        }
+StepId World::Begin(Store& store, StepRequest::Row row) {
+  return Must(store.BeginStep(owner_, {.rows = {row}})).id;
+}
+
+absl::Status World::Verify(Store& store, StepId step, uint32_t layer, uint64_t tokens) {
+  std::mt19937_64 random(layer);
+  const LayerShape& shape = store.geometry().layers[layer];
+  testing::PackedInputs packed;
+  for (uint64_t i = 0; i < tokens; ++i)
+    packed.Append(testing::RandomToken(shape, Dtype::kFp32, random), Dtype::kFp32);
+  std::vector<float> output(tokens * shape.head_count * shape.d_v);
+  return store
+      .Verify(owner_, {.step = step,
+                       .layer = layer,
+                       .token_count = tokens,
+                       .inputs = packed.view(),
+                       .output = output.data()})
+      .status();
+}
+
+// Every sequence that is idle takes another step.
+void World::Continue(Store& store, Values values) {
+  for (const SequenceState& state : store.GetAll(owner_))
+    if (state.open_step == kNoStep) Continue(store, state, values);
+}
+
+void World::Continue(Store& store, const SequenceState& state, Values values) {
+  auto step = store.BeginStep(owner_, {.rows = {{state.id, state.version, 4}}});
+  if (absl::IsResourceExhausted(step.status())) return;
+  Must(step.status());
+  for (uint32_t layer = 0; layer < 3; ++layer) {
+    const absl::Status verified = Verify(store, step->id, layer, 4);
+    if (values == Values::kAny && absl::IsAborted(verified)) return;
+    Must(verified);
+  }
+  const std::vector<uint32_t> accepted = {3};
+  Must(store.Commit(owner_, step->id, accepted).status());
+}
+
+uint64_t World::Named(std::string_view field, uint64_t value) const {
+  if (value == 0 || value > kSmallIds) return value;
+  if (field == "model_id") return model_;
+  if (field == "step_id") return static_cast<uint64_t>(steps_[(value - 1) % steps_.size()]);
+  if (field == "session_id") return static_cast<uint64_t>(owner_);
+  if (field == "server_epoch") return core_.epoch;
+  return static_cast<uint64_t>(ids_[(value - 1) % ids_.size()]);
+}
+
+void World::Name(Message& message) const {
+  const google::protobuf::Reflection& reflection = *message.GetReflection();
+  for (int i = 0; i < message.GetDescriptor()->field_count(); ++i) {
+    const FieldDescriptor* field = message.GetDescriptor()->field(i);
+    const std::string& name = field->name();
+    if (field->cpp_type() == FieldDescriptor::CPPTYPE_MESSAGE) {
+      if (name == "context") {
+        auto* context = static_cast<v1::CallContext*>(reflection.MutableMessage(&message, field));
+        context->set_server_epoch(core_.epoch);
+        context->set_session_id(static_cast<uint64_t>(owner_));
+      } else if (field->is_repeated()) {
+        for (int j = 0; j < reflection.FieldSize(message, field); ++j)
+          Name(*reflection.MutableRepeatedMessage(&message, field, j));
+      } else if (reflection.HasField(message, field)) {
+        Name(*reflection.MutableMessage(&message, field));
       }
-      if (model->id == model_) Continue(store);
-      for (const SnapshotKey& key : store.ListSnapshots(std::nullopt, 1000))
-        Must(store.DeleteSnapshot(key));
+      continue;
     }
-    core_.EndOwner(owner_, SessionTable::Sequences::kRelease);
-    for (const ModelRef& model : core_.models.All()) {
-      const StoreUsage usage = model->store->usage();
-      SSMD_CHECK(usage.sequences + usage.snapshots + usage.open_steps + usage.imports == 0 &&
-                     usage.pages.free == usage.pages.total,
-                 "%u sequences, %u snapshots, %u steps left", usage.sequences, usage.snapshots,
-                 usage.open_steps);
-    }
-  }
-
-  ServiceCore& core() { return core_; }
-  OwnerId owner() const { return owner_; }
-
- private:
-  StepId Begin(Store& store, StepRequest::Row row) {
-    return Must(store.BeginStep(owner_, {.rows = {row}})).id;
-  }
-  void Verify(Store& store, StepId step, uint32_t layer, uint64_t tokens) {
-    std::mt19937_64 random(layer);
-    const LayerShape& shape = store.geometry().layers[layer];
-    testing::PackedInputs packed;
-    for (uint64_t i = 0; i < tokens; ++i)
-      packed.Append(testing::RandomToken(shape, Dtype::kFp32, random), Dtype::kFp32);
-    std::vector<float> output(tokens * shape.head_count * shape.d_v);
-    Must(store
-             .Verify(owner_, {.step = step,
-                              .layer = layer,
-                              .token_count = tokens,
-                              .inputs = packed.view(),
-                              .output = output.data()})
-             .status());
-  }
-  // Every sequence that is idle takes another step.
-  void Continue(Store& store) {
-    for (const SequenceState& state : store.GetAll(owner_)) {
-      if (state.open_step != kNoStep) continue;
-      auto step = store.BeginStep(owner_, {.rows = {{state.id, state.version, 4}}});
-      if (absl::IsResourceExhausted(step.status())) continue;
-      Must(step.status());
-      for (uint32_t layer = 0; layer < 3; ++layer) Verify(store, step->id, layer, 4);
-      const std::vector<uint32_t> accepted = {3};
-      Must(store.Commit(owner_, step->id, accepted).status());
-    }
-  }
-
-  uint64_t Named(const std::string& field, uint64_t value) const {
-    if (value == 0 || value > kSmallIds) return value;
-    if (field == "model_id") return model_;
-    if (field == "step_id") return static_cast<uint64_t>(steps_[(value - 1) % 2]);
-    if (field == "session_id") return static_cast<uint64_t>(owner_);
-    return static_cast<uint64_t>(ids_[(value - 1) % ids_.size()]);
-  }
-
-  // Small ids become those of this world; the context, where there is one, is the right one.
-  void Name(Message& message) const {
-    const google::protobuf::Reflection& reflection = *message.GetReflection();
-    for (int i = 0; i < message.GetDescriptor()->field_count(); ++i) {
-      const FieldDescriptor* field = message.GetDescriptor()->field(i);
-      const std::string& name = field->name();
-      if (field->cpp_type() == FieldDescriptor::CPPTYPE_MESSAGE) {
-        if (name == "context") {
-          auto* context = static_cast<v1::CallContext*>(reflection.MutableMessage(&message, field));
-          context->set_server_epoch(core_.epoch);
-          context->set_session_id(static_cast<uint64_t>(owner_));
-        } else if (field->is_repeated()) {
-          for (int j = 0; j < reflection.FieldSize(message, field); ++j)
-            Name(*reflection.MutableRepeatedMessage(&message, field, j));
-        } else if (reflection.HasField(message, field)) {
-          Name(*reflection.MutableMessage(&message, field));
-        }
-        continue;
+    const bool is_id = name == "model_id" || name == "step_id" || name == "session_id" ||
+                       name.find("sequence_id") != std::string::npos || name == "parent_id";
+    if (!is_id || field->cpp_type() != FieldDescriptor::CPPTYPE_UINT64) continue;
+    if (field->is_repeated()) {
+      for (int j = 0; j < reflection.FieldSize(message, field); ++j) {
+        reflection.SetRepeatedUInt64(&message, field, j,
+                                     Named(name, reflection.GetRepeatedUInt64(message, field, j)));
       }
-      const bool is_id = name == "model_id" || name == "step_id" || name == "session_id" ||
-                         name.find("sequence_id") != std::string::npos || name == "parent_id";
-      if (!is_id || field->cpp_type() != FieldDescriptor::CPPTYPE_UINT64) continue;
-      if (field->is_repeated()) {
-        for (int j = 0; j < reflection.FieldSize(message, field); ++j) {
-          reflection.SetRepeatedUInt64(
-              &message, field, j, Named(name, reflection.GetRepeatedUInt64(message, field, j)));
-        }
-      } else {
-        reflection.SetUInt64(&message, field, Named(name, reflection.GetUInt64(message, field)));
-      }
+    } else if (reflection.HasField(message, field)) {
+      reflection.SetUInt64(&message, field, Named(name, reflection.GetUInt64(message, field)));
     }
   }
+}
 
-  ServiceCore core_;
-  uint64_t model_ = 0;
-  OwnerId owner_{};
-  std::vector<SequenceId> ids_;
-  StepId steps_[2] = {};  // open, committed
-};
+void FillTensors(v1::VerifyRequest& request, uint32_t layer_id) {
+  const bool gdn = layer_id == 9;
+  const uint64_t heads = gdn ? 2 : 4;
+  request.set_layer_id(layer_id);
+  auto fill = [](v1::Tensor* tensor, std::initializer_list<uint64_t> shape, float value) {
+    size_t count = 1;
+    tensor->set_dtype(v1::DATA_TYPE_FP32);
+    for (const uint64_t size : shape) {
+      tensor->add_shape(size);
+      count *= size;
+    }
+    const std::vector<float> values(count, value);
+    tensor->set_data(values.data(), count * sizeof(float));
+  };
+  fill(request.mutable_q(), {2, heads / 2, 16}, 0.1f);
+  fill(request.mutable_k(), {2, heads / 2, 16}, 0.2f);
+  fill(request.mutable_v(), {2, heads, 8}, 1.0f);
+  fill(request.mutable_log_alpha(), {2, heads}, -0.5f);
+  if (gdn) fill(request.mutable_beta(), {2, heads}, 0.5f);
+}
+
+namespace {
 
 absl::Status ServeVerify(ServiceCore& core, Session& session, const v1::VerifyRequest& request,
                          v1::VerifyResponse& response) {
@@ -224,16 +242,6 @@ absl::Status ServeVerify(ServiceCore& core, Session& session, const v1::VerifyRe
 
 // ---- seeds
 
-template <typename Request>
-void Fill(Request& request) {
-  if constexpr (requires { request.set_model_id(1); }) request.set_model_id(1);
-  if constexpr (requires { request.set_step_id(1); }) request.set_step_id(1);
-  if constexpr (requires { request.set_sequence_id(1); }) request.set_sequence_id(1);
-  if constexpr (requires { request.add_sequence_ids(1); }) request.add_sequence_ids(1);
-  if constexpr (requires { request.set_version(4); }) request.set_version(4);
-  if constexpr (requires { request.set_count(1); }) request.set_count(1);
-  if constexpr (requires { request.set_position(4); }) request.set_position(4);
-}
 void Refine(v1::BeginStepRequest& request) {
   request.add_versions(4);
   request.add_draft_tokens(4);
@@ -266,24 +274,7 @@ void Refine(v1::CreateSequencesRequest& request) {
   request.mutable_from_snapshot()->set_digest("s");
   request.mutable_from_snapshot()->set_position(4);
 }
-void Refine(v1::VerifyRequest& request) {
-  request.set_layer_id(9);
-  auto fill = [](v1::Tensor* tensor, std::initializer_list<uint64_t> shape, float value) {
-    size_t count = 1;
-    tensor->set_dtype(v1::DATA_TYPE_FP32);
-    for (const uint64_t size : shape) {
-      tensor->add_shape(size);
-      count *= size;
-    }
-    const std::vector<float> values(count, value);
-    tensor->set_data(values.data(), count * sizeof(float));
-  };
-  fill(request.mutable_q(), {2, 1, 16}, 0.1f);
-  fill(request.mutable_k(), {2, 1, 16}, 0.2f);
-  fill(request.mutable_v(), {2, 2, 8}, 1.0f);
-  fill(request.mutable_log_alpha(), {2, 2}, -0.5f);
-  fill(request.mutable_beta(), {2, 2}, 0.5f);
-}
+void Refine(v1::VerifyRequest& request) { FillTensors(request, 9); }
 template <typename Request>
 void Refine(Request&) {}
 
@@ -301,8 +292,10 @@ std::vector<std::pair<std::string, std::string>> SeedsOf() {
 
 std::vector<std::string_view> Types() {
 #define SSMD_NAME(type, handler) #type,
-  return {SSMD_FUZZ_TYPES(SSMD_NAME)};
+  std::vector<std::string_view> types = {SSMD_FUZZ_TYPES(SSMD_NAME)};
 #undef SSMD_NAME
+  for (const OtherType& other : OtherTypes()) types.push_back(other.name);
+  return types;
 }
 
 bool Run(std::string_view type, const uint8_t* data, size_t size) {
@@ -313,11 +306,18 @@ bool Run(std::string_view type, const uint8_t* data, size_t size) {
     World world;                                                                   \
     const bool accepted =                                                          \
         world.Serve<v1::name##Request, v1::name##Response>(request, handler).ok(); \
-    world.Check();                                                                 \
+    world.Check(World::Values::kTame);                                             \
     return accepted;                                                               \
   }
   SSMD_FUZZ_TYPES(SSMD_RUN)
 #undef SSMD_RUN
+  for (const OtherType& other : OtherTypes()) {
+    if (type != other.name) continue;
+    World world;
+    const bool accepted = other.run(world, {reinterpret_cast<const char*>(data), size});
+    world.Check(other.values);
+    return accepted;
+  }
   SSMD_CHECK(false, "no such request type");
   return false;
 }
@@ -327,6 +327,8 @@ std::vector<std::pair<std::string, std::string>> Seeds(std::string_view type) {
   if (type == #name) return SeedsOf<v1::name##Request>();
   SSMD_FUZZ_TYPES(SSMD_SEEDS)
 #undef SSMD_SEEDS
+  for (const OtherType& other : OtherTypes())
+    if (type == other.name) return other.seeds();
   return {};
 }
 

@@ -122,6 +122,9 @@ TEST_F(StateTransferTest, TheFirstDifferingFieldIsNamed) {
     const char* field;
     std::initializer_list<absl::string_view> words;
   } cases[] = {
+      {[](Descriptor& d) { d.set_position(~uint64_t{0}); },
+       "descriptor.position",
+       {"at most 4611686018427387904", "18446744073709551615"}},
       {[](Descriptor& d) { d.set_format_version(2); }, "descriptor.format_version", {"1", "2"}},
       {[](Descriptor& d) { d.set_model_id(77), d.clear_layers(); },
        "descriptor.model_id",

@@ -163,5 +163,23 @@ TEST_F(StoreRowsTest, AnExportIsFrozenAndBounded) {
   EXPECT_EQ(store_->BeginExport(SnapshotKey{"s", 7}).status().code(), absl::StatusCode::kNotFound);
 }
 
+TEST_F(StoreRowsTest, ImportAtAPositionThatWouldWrapIsRefused) {
+  Make();
+  const SequenceId id = Create();
+  Prefill(3);
+  const std::string before = Fingerprint(id);
+  for (const uint64_t position : {~uint64_t{0}, (uint64_t{1} << 62) + 1}) {
+    auto import = store_->BeginImport(kAlice, Versioned(id));
+    ASSERT_TRUE(import.ok()) << import.status();
+    const std::vector<float> state(geometry_.layers[0].state_elements());
+    const absl::Status refused = (*import)->WriteLayer(0, position, state);
+    EXPECT_EQ(GetDetail(refused, detail::kField), "descriptor.position");
+    EXPECT_EQ((*import)->Finish(position, {}).status().code(), absl::StatusCode::kInvalidArgument);
+  }
+  EXPECT_EQ(Fingerprint(id), before);
+  Decode(20);
+  ExpectMatchesOracle();
+}
+
 }  // namespace
 }  // namespace ssmd::testing
