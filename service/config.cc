@@ -105,7 +105,7 @@ class Settings {
     setting.clear = [&target] { target.clear(); };
   }
 
-  void Choice(const std::string& key, std::string& target, std::vector<std::string> choices,
+  void Choice(const std::string& key, std::string& target, const std::vector<std::string>& choices,
               const std::string& help) {
     const std::string list = absl::StrJoin(choices, "|");
     Setting& setting = Add(key, list, absl::StrCat(help, " [", target, "]"));
