@@ -78,8 +78,8 @@ class StepsStream final : public grpc::ServerBidiReactor<v1::StepsRequest, v1::S
     bool first = false;
     {
       MutexLock lock(&mu_);
-      reading_ = false;
       if (!ok) {
+        reading_ = false;
         reads_done_ = true;
       } else if (!finished_) {
         work = std::make_shared<Work>();
@@ -90,8 +90,10 @@ class StepsStream final : public grpc::ServerBidiReactor<v1::StepsRequest, v1::S
       }
     }
     if (work != nullptr) {
+      // reading_ stays set meanwhile: a read that OnWriteDone started could overtake this message.
       Admit(work, first);
       MutexLock lock(&mu_);
+      reading_ = false;
       MaybeRead();
     }
     Settle();
