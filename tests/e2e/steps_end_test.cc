@@ -42,14 +42,14 @@ class StepsEnd : public ::testing::Test {
         << store().usage().pages.step_targets << " target pages";
   }
   // The sequence takes its next step as if nothing had been: at once, or when a late stream's step
-  // has been aborted.
+  // has been aborted. T = 3 is nobody else's: an equal BeginStep would be answered as a repeat.
   void ExpectUsable(uint64_t version) {
     Reply<v1::BeginStepResponse> begun;
     ASSERT_TRUE(Poll(absl::Seconds(20), [&] {
-      begun = client.Call(&Stub::BeginStep, client.StepOf({{ids[0], version, 2}}));
+      begun = client.Call(&Stub::BeginStep, client.StepOf({{ids[0], version, 3}}));
       return begun.ok();
     })) << begun.status.error_message();
-    client.VerifyAll(begun.body.step_id(), 2);
+    client.VerifyAll(begun.body.step_id(), 3);
     client.Commit(begun.body.step_id(), {0});
   }
 
