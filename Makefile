@@ -12,8 +12,8 @@ help:
 	@echo "make fuzz    one fuzzer per request type, FUZZ_SECONDS=30 each (needs clang and libclang-rt-14-dev)"
 	@echo "make mutate  shows that the tests notice the mistakes of tests/mutations.txt"
 	@echo "make lint    clang-format and clang-tidy over our sources"
-	@echo "make bench   CPU kernel table, then steps through the server (release preset)"
-	@echo "make build-PRESET, make test-PRESET   with PRESET one of dev, release, asan, tsan"
+	@echo "make bench   CPU kernel table, then steps through the server; writes bench/results/cpu.csv"
+	@echo "make build-PRESET, make test-PRESET   with PRESET one of dev, asan, tsan; make build-release has no tests"
 	@echo "make deps    install the Debian packages of tools/packages.txt that are missing"
 	@echo "make clean   remove build/"
 
@@ -50,8 +50,7 @@ format:
 	@clang-format -i $(SOURCES)
 
 bench: build-release
-	@build/release/bench/cpu_verify
-	@build/release/bench/bench_service
+	@tools/bench_cpu build/release
 
 clean:
 	rm -rf build

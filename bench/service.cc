@@ -18,13 +18,14 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <ctime>
 #include <memory>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "bench/results.h"
 #include "service/server.h"
 #include "ssmd/v1/state_service.grpc.pb.h"
 
@@ -71,14 +72,22 @@ v1::RegisterModelRequest ModelRequest(const char* name, v1::FlushMode mode) {
   return request;
 }
 
-// Inputs of one token a row, the same for every layer.
+// Random inputs of one token a row, the same for every layer.
 struct Inputs {
   explicit Inputs(uint32_t row_count)
       : rows(row_count),
-        keys(size_t{rows} * kKeyGroups * kDk, uint16_t{0x3d00}),  // bf16 0.03125
-        values(size_t{rows} * kHeads * kDv, uint16_t{0x3e80}),    // bf16 0.25
-        decays(size_t{rows} * kHeads, -0.02f),
-        output(values.size()) {}
+        keys(size_t{rows} * kKeyGroups * kDk),
+        values(size_t{rows} * kHeads * kDv),
+        decays(size_t{rows} * kHeads),
+        output(values.size()) {
+    std::minstd_rand random(rows);
+    const auto uniform = [&](float low, float high) {
+      return std::uniform_real_distribution<float>(low, high)(random);
+    };
+    for (uint16_t& key : keys) key = ssmd::FloatToBf16(uniform(-0.1f, 0.1f));
+    for (uint16_t& value : values) value = ssmd::FloatToBf16(uniform(-1, 1));
+    for (float& decay : decays) decay = uniform(-0.1f, 0);
+  }
 
   v1::VerifyRequest Message(uint64_t model_id, uint32_t layer) const {
     v1::VerifyRequest request;
@@ -149,31 +158,15 @@ Result Measure(double seconds, Step step) {
   return {micros.size(), static_cast<double>(micros.size()) / elapsed, at(0.5), at(0.99)};
 }
 
-class Table {
- public:
-  explicit Table(const char* csv_path) {
-    if (csv_path == nullptr) return;
-    csv_ = std::fopen(csv_path, "w");
-    Check(csv_ != nullptr, csv_path, std::strerror(errno));
-    std::fprintf(csv_, "part,flush,path,callers,rows,steps,steps_per_s,p50_us,p99_us,cpu_us\n");
-  }
-  ~Table() {
-    if (csv_ != nullptr) std::fclose(csv_);
-  }
-  Table(const Table&) = delete;
-  Table& operator=(const Table&) = delete;
-
-  void Row(int part, const char* flush, const char* path, uint32_t callers, uint32_t rows,
-           const Result& r) {
-    if (csv_ == nullptr) return;
-    std::fprintf(csv_, "%d,%s,%s,%u,%u,%llu,%.1f,%.1f,%.1f,%.1f\n", part, flush, path, callers,
-                 rows, static_cast<unsigned long long>(r.steps), r.per_second, r.p50_us, r.p99_us,
-                 r.cpu_us);
-  }
-
- private:
-  FILE* csv_ = nullptr;
-};
+void AddAll(ssmd::bench::Results& results, const char* flush, const char* path, uint32_t callers,
+            uint32_t rows, const Result& r) {
+  const std::string name = std::string(flush) + " " + path + " callers=" + std::to_string(callers) +
+                           " rows=" + std::to_string(rows);
+  results.Add(name, "steps", "1/s", r.per_second);
+  results.Add(name, "step p50", "us", r.p50_us);
+  results.Add(name, "step p99", "us", r.p99_us);
+  if (r.cpu_us > 0) results.Add(name, "CPU per step", "us", r.cpu_us);
+}
 
 class Bench {
  public:
@@ -320,12 +313,13 @@ int main(int argc, char** argv) {
     if (known && flag == "--csv") csv = argv[i + 1];
     if (known && flag == "--seconds") seconds = std::atof(argv[i + 1]);
     if (!known || seconds <= 0) {
-      std::fprintf(stderr, "usage: bench_service [--seconds S] [--csv FILE]\n");
+      std::fprintf(stderr,
+                   "usage: bench_service [--seconds S] [--csv FILE]   (FILE is appended to)\n");
       return 2;
     }
   }
   spdlog::set_level(spdlog::level::off);
-  Table table(csv);
+  ssmd::bench::Results results("bench_service", csv);
   Bench bench(seconds);
   const struct {
     const char* name;
@@ -342,12 +336,14 @@ int main(int argc, char** argv) {
     if (mode.mode == v1::FLUSH_MODE_FUSED) fused_model = model;
     for (const uint32_t rows : {1u, 8u, kRowsMax}) {
       const Result stream = bench.Streamed(model, rows), store = bench.Direct(model, 1, rows);
-      table.Row(1, mode.name, "stream", 1, rows, stream);
-      table.Row(1, mode.name, "store", 1, rows, store);
+      AddAll(results, mode.name, "stream", 1, rows, stream);
+      AddAll(results, mode.name, "store", 1, rows, store);
       std::printf("%-11s %5u | %8.0f %8.0f %8.0f %9.0f | %8.0f %8.0f %8.0f | %5.0f%%\n", mode.name,
                   rows, stream.per_second, stream.p50_us, stream.p99_us, stream.per_second * rows,
                   store.per_second, store.p50_us, store.p99_us,
                   100 * (1 - store.p50_us / stream.p50_us));
+      results.Add(std::string(mode.name) + " rows=" + std::to_string(rows), "gRPC's part of a step",
+                  "1", 1 - store.p50_us / stream.p50_us);
     }
   }
 
@@ -356,8 +352,8 @@ int main(int argc, char** argv) {
   for (const uint32_t callers : {1u, 4u, 8u}) {
     const Result apart = bench.Direct(fused_model, callers, 1);
     const Result merged = bench.Direct(fused_model, 1, callers);
-    table.Row(2, "fused", "apart", callers, 1, apart);
-    table.Row(2, "fused", "merged", 1, callers, merged);
+    AddAll(results, "fused", "apart", callers, 1, apart);
+    AddAll(results, "fused", "merged", 1, callers, merged);
     const double merged_cpu_us = merged.cpu_us / callers;
     std::printf("%7u | %14.0f %7.0f %8.1f | %14.0f %7.0f %8.1f | %8.0f%%\n", callers,
                 apart.per_second, apart.p50_us, apart.cpu_us, merged.per_second * callers,
