@@ -39,6 +39,8 @@
 namespace ssmd {
 
 inline constexpr size_t kWorkerWindowBytesMax = size_t{1} << 20;
+// Highest position of an imported state: what steps, windows and drafts add to it never wraps.
+inline constexpr uint64_t kPositionMax = uint64_t{1} << 62;
 
 enum class SequenceId : uint64_t {};  // [tag 16 | counter 48]; never reused
 enum class StepId : uint64_t {};      // likewise
@@ -340,6 +342,7 @@ class StateImport {
  public:
   ~StateImport();
   // `state`: FP32 [head, d_v, d_k] of one layer at `position`, the same in every call.
+  // Errors, here and in Finish: INVALID_ARGUMENT for a position above kPositionMax.
   absl::Status WriteLayer(uint32_t layer, uint64_t position, absl::Span<const float> state);
   // `windows`, raw form: per layer [w - 1, channels] in activation dtype; else empty.
   // Errors: FAILED_PRECONDITION + LAYERS_MISSING; INVALID_ARGUMENT for windows.
