@@ -119,6 +119,12 @@ TEST_F(MetricsTest, CountsAScriptedWorkloadExactly) {
   EXPECT_GE(now.at(Of("ssmd_flushes_total", "reason=\"fused\"")), 3);
   EXPECT_EQ(now.at(Of("ssmd_flushes_total", "reason=\"background\"")), 0);
   EXPECT_EQ(now.at(Of("ssmd_flushes_total", "reason=\"requested\"")), 0);
+  const v1::ModelStatus status = client_.Status().models(0);  // has the same counts
+  EXPECT_EQ(status.tokens_drafted(), 30u);
+  EXPECT_EQ(status.tokens_accepted(), 27u);
+  EXPECT_EQ(status.flushes_fused(), now.at(Of("ssmd_flushes_total", "reason=\"fused\"")));
+  EXPECT_EQ(status.flushes(), status.flushes_fused());
+  EXPECT_EQ(status.flushes_deferred(), now.at(Of("ssmd_flushes_deferred_total")));
   EXPECT_GT(now.at(Of("ssmd_state_bytes_total", "kind=\"ring_copy\"")), 0);
   EXPECT_EQ(now.at(Of("ssmd_ring_occupancy_ratio_count")), 10);  // a stale one is not planned
   EXPECT_EQ(now.at(Of("ssmd_ring_occupancy_ratio_sum")),
