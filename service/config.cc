@@ -197,7 +197,9 @@ void AddSettings(Settings& settings, ServerConfig& config) {
                 "Rows of one step; 0: as many as sequences");
   settings.Uint("default-steps-max", config.capacity.steps_max, 1, 4096, "COUNT", "Open steps");
   settings.Group("Sessions");
-  settings.Uint("sessions-max", config.sessions_max, 1, 65'536, "COUNT", "Open sessions");
+  settings.Uint("sessions-max", config.sessions_max, 1, 65'536, "COUNT",
+                "Open sessions; ended ones whose sequences wait for adoption do not count, but "
+                "their sequences take places of sequences");
   settings.Uint("lease-default-ms", config.lease_ms_default, 1, kMillisMax, "MS",
                 "Lease of a session that asks for none");
   settings.Uint("lease-min-ms", config.lease_ms_min, 1, kMillisMax, "MS", "Shortest lease granted");

@@ -85,6 +85,8 @@ ServerGauges ServiceCore::ReadGauges() const {
           .verify_queue_depth = verify_queue.depth(),
           .verify_queue_bytes = verify_queue.bytes(),
           .verify_running = verify_queue.running(),
+          .steps_streams = streams.size(),
+          .held_begins = streams.held.load(),
           .state_bytes_reserved = device.bytes_used(),
           .state_bytes_max = device.bytes_max(),
           .draining = draining.load()};

@@ -109,6 +109,11 @@ absl::Status GetStatus(ServiceCore& core, const v1::GetStatusRequest&,
     status.set_tokens_accepted(counters.tokens_accepted);
     status.set_flushes(counters.flushes_fused + counters.flushes_background +
                        counters.flushes_requested);
+    status.set_tokens_drafted(counters.tokens_drafted);
+    status.set_flushes_fused(counters.flushes_fused);
+    status.set_flushes_background(counters.flushes_background);
+    status.set_flushes_requested(counters.flushes_requested);
+    status.set_flushes_deferred(counters.flushes_deferred);
   }
   return absl::OkStatus();
 }

@@ -134,7 +134,7 @@ void Server::Shutdown(absl::Duration drain_timeout) {
     stopping_ = true;
   }
   if (sweeper_.joinable()) sweeper_.join();
-  exposer_.reset();
+  exposer_.reset();  // up to 2 s: README.md, "Stopping"
 }
 
 }  // namespace ssmd

@@ -97,10 +97,9 @@ absl::StatusOr<SessionTable::Opened> SessionTable::Open(uint32_t lease_ms,
         absl::StrCat("adoption_ms: expected 0..", options_.adoption_ms_max, ", got ", adoption_ms));
   }
   absl::MutexLock lock(&mu_);
-  if (sessions_.size() + kept_.size() >= options_.sessions_max) {
+  if (sessions_.size() >= options_.sessions_max) {
     return Exhausted(reason::kLimit,
-                     absl::StrCat("sessions_max: ", options_.sessions_max,
-                                  " sessions are open or kept for adoption"),
+                     absl::StrCat("sessions_max: ", options_.sessions_max, " sessions are open"),
                      kRetryAfterMs);
   }
   auto session = std::make_shared<Session>();
@@ -143,7 +142,8 @@ Store::Released SessionTable::End(const Session& session) {
   absl::MutexLock lock(&mu_);
   ending_.erase(session.id_);
   if (!keep || ended.sequences == 0) return ended;
-  kept_[session.id_].until = clock_() + absl::Milliseconds(session.adoption_ms_);
+  kept_[session.id_] = {.until = clock_() + absl::Milliseconds(session.adoption_ms_),
+                        .sequences = ended.sequences};
   ended.sequences = 0;
   return ended;
 }
@@ -178,8 +178,7 @@ absl::StatusOr<std::vector<SequenceState>> SessionTable::Adopt(const Session& ad
     SSMD_ASSIGN_OR_RETURN(const std::vector<SequenceState> moved,
                           store.ChangeOwner(old, adopter.id(), wanted));
     absl::MutexLock lock(&mu_);
-    for (const SequenceState& state : moved)
-      kept_.at(old).adopted.emplace_back(adopter.id(), state.id);
+    RecordAdopted(old, adopter.id(), moved);
     for (const SequenceState& state : moved) owned.push_back(state.id);
   }
   std::sort(owned.begin(), owned.end());
@@ -187,6 +186,19 @@ absl::StatusOr<std::vector<SequenceState>> SessionTable::Adopt(const Session& ad
   for (const SequenceId id : owned)  // what was adopted before may be gone, or of another model
     if (const auto state = store.Get(adopter.id(), id); state.ok()) states.push_back(*state);
   return states;
+}
+
+void SessionTable::RecordAdopted(OwnerId old, OwnerId adopter,
+                                 absl::Span<const SequenceState> moved) {
+  if (moved.empty()) return;
+  Kept& kept = kept_.at(old);
+  for (const SequenceState& state : moved) kept.adopted.emplace_back(adopter, state.id);
+  kept.sequences -= static_cast<uint32_t>(moved.size());
+  if (kept.sequences > 0) return;
+  adopted_out_.push_back(old);
+  if (adopted_out_.size() <= options_.sessions_max) return;
+  kept_.erase(adopted_out_.front());
+  adopted_out_.pop_front();
 }
 
 absl::Status SessionTable::CheckKept(OwnerId old) const {
@@ -217,6 +229,7 @@ void SessionTable::ReleaseOverdue() {
     end_(id, Sequences::kRelease);
     absl::MutexLock lock(&mu_);
     kept_.erase(id);
+    std::erase(adopted_out_, id);
   }
 }
 
@@ -245,7 +258,7 @@ uint32_t SessionTable::size() const {
 
 uint32_t SessionTable::kept_count() const {
   absl::MutexLock lock(&mu_);
-  return static_cast<uint32_t>(kept_.size());
+  return static_cast<uint32_t>(kept_.size() - adopted_out_.size());
 }
 
 uint64_t SessionTable::opened_count() const {

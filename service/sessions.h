@@ -9,8 +9,10 @@
 //     and no call of it is in flight; so nothing is created for an owner that was already released.
 //   - A session with a call in flight never expires; the end of a call renews the lease.
 //   - Session ids are random and never zero; knowing one is what makes a caller its owner.
-//   - At most sessions_max sessions, those whose sequences are kept included; at most
-//     kRecordedRepliesMax replies a session.
+//   - At most sessions_max open sessions. Ended ones do not count, or those who come to adopt might
+//     find no place: while they keep sequences these bound them (each keeps one at least), and of
+//     those whose sequences are all adopted at most sessions_max are remembered.
+//   - At most kRecordedRepliesMax replies a session.
 //
 // Thread-safe. Lock order: Session::replay_mu_ or SessionTable::adopt_mu_, then (a store's lock);
 // SessionTable::mu_ is a leaf, held for look-ups only: the end function and `done` run without it,
@@ -141,9 +143,10 @@ class SessionTable {
   absl::Status Close(const SessionCall& call, std::function<void(Store::Released)> done);
 
   // Gives the caller sequences that an ended session left; `ids` empty: all of them in this store,
-  // those that the caller adopted before included. Ids that are the caller's already are accepted
-  // at any time. All or none. Errors: PERMISSION_DENIED while the old session lives or is ending;
-  // NOT_FOUND when nothing of it is kept; those of Store::ChangeOwner.
+  // those that the caller adopted before included, for as long as the old session is remembered.
+  // Ids that are the caller's already are accepted at any time. All or none. Errors:
+  // PERMISSION_DENIED while the old session lives or is ending; NOT_FOUND when nothing of it is
+  // kept; those of Store::ChangeOwner.
   absl::StatusOr<std::vector<SequenceState>> Adopt(const Session& adopter, OwnerId old,
                                                    Store& store, absl::Span<const SequenceId> ids);
 
@@ -158,9 +161,10 @@ class SessionTable {
 
  private:
   friend class SessionCall;
-  // An ended session whose sequences are kept.
+  // An ended session whose sequences are, or were, kept.
   struct Kept {
     absl::Time until;
+    uint32_t sequences = 0;                               // still kept
     std::vector<std::pair<OwnerId, SequenceId>> adopted;  // by whom
   };
 
@@ -168,6 +172,8 @@ class SessionTable {
   // Requires: the session cannot be entered, no call of it is in flight, and its id is in ending_.
   Store::Released End(const Session& session);
   absl::Status CheckKept(OwnerId old) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void RecordAdopted(OwnerId old, OwnerId adopter, absl::Span<const SequenceState> moved)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void ReleaseOverdue();
   void Renew(Session& session) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
@@ -181,6 +187,8 @@ class SessionTable {
   absl::flat_hash_map<OwnerId, std::shared_ptr<Session>> sessions_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_set<OwnerId> ending_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<OwnerId, Kept> kept_ ABSL_GUARDED_BY(mu_);
+  // Of kept_, those that keep nothing any more: there for repeats of AdoptSequences. Oldest first.
+  std::deque<OwnerId> adopted_out_ ABSL_GUARDED_BY(mu_);
   uint64_t opened_count_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t expired_count_ ABSL_GUARDED_BY(mu_) = 0;
 };

@@ -1,5 +1,7 @@
 #include "service/store_collector.h"
 
+#include <limits>
+
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 
@@ -117,10 +119,28 @@ ClientMetric MakeSeries(MetricType type, double value) {
   return series;
 }
 
+std::vector<ClientMetric::Label> LabelsOf(const ModelSample& sample) {
+  return {{"model", sample.model->description.name},
+          {"model_id", absl::StrFormat("%016x", sample.model->id)}};
+}
+
 ClientMetric MakeSeries(const ModelSample& sample, MetricType type, double value) {
   ClientMetric series = MakeSeries(type, value);
-  series.label = {{"model", sample.model->description.name},
-                  {"model_id", absl::StrFormat("%016x", sample.model->id)}};
+  series.label = LabelsOf(sample);
+  return series;
+}
+
+ClientMetric MakeHistogram(const ModelSample& sample, const RingOccupancy& occupancy) {
+  ClientMetric series;
+  series.label = LabelsOf(sample);
+  ClientMetric::Histogram& histogram = series.histogram;
+  for (size_t i = 0; i < occupancy.steps.size(); ++i) {
+    histogram.sample_count += occupancy.steps[i];
+    if (i < RingOccupancy::kBounds.size())
+      histogram.bucket.push_back({histogram.sample_count, RingOccupancy::kBounds[i]});
+  }
+  histogram.bucket.push_back({histogram.sample_count, std::numeric_limits<double>::infinity()});
+  histogram.sample_sum = occupancy.sum;
   return series;
 }
 
@@ -148,6 +168,14 @@ void AddModelFamilies(const std::vector<ModelSample>& samples,
     }
   }
   families.push_back(std::move(by_position));
+  MetricFamily occupancy = {"ssmd_ring_occupancy_ratio",
+                            "Committed records over window_records when a step is planned, mean "
+                            "over its rows; above 1 folds were put off",
+                            MetricType::Histogram,
+                            {}};
+  for (const ModelSample& sample : samples)
+    occupancy.metric.push_back(MakeHistogram(sample, sample.counters.ring_occupancy));
+  families.push_back(std::move(occupancy));
 }
 
 }  // namespace
@@ -171,6 +199,9 @@ std::vector<MetricFamily> StoreCollector::Collect() const {
   add("ssmd_verify_queue_bytes", kGauge, "Memory of the requests of waiting Verify calls",
       ToDouble(gauges.verify_queue_bytes));
   add("ssmd_verify_running", kGauge, "Verify calls being computed", gauges.verify_running);
+  add("ssmd_steps_streams", kGauge, "Open Steps streams", gauges.steps_streams);
+  add("ssmd_held_begins", kGauge, "BeginStep calls that wait for an open step of their stream",
+      gauges.held_begins);
   add("ssmd_state_bytes_reserved", kGauge, "Memory of all pools",
       ToDouble(gauges.state_bytes_reserved));
   add("ssmd_state_bytes_max", kGauge, "Memory that pools may take (--state-memory)",

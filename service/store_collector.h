@@ -23,6 +23,8 @@ struct ServerGauges {
   uint32_t verify_queue_depth = 0;
   uint64_t verify_queue_bytes = 0;
   uint32_t verify_running = 0;
+  uint32_t steps_streams = 0;
+  uint32_t held_begins = 0;
   uint64_t state_bytes_reserved = 0;
   uint64_t state_bytes_max = 0;
   bool draining = false;

@@ -22,6 +22,7 @@
 // any error the store is unchanged, but for Verify, whose poisoned or failed layer aborts the step.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <memory>
@@ -39,6 +40,8 @@
 namespace ssmd {
 
 inline constexpr size_t kWorkerWindowBytesMax = size_t{1} << 20;
+// Highest position of an imported state: what steps, windows and drafts add to it never wraps.
+inline constexpr uint64_t kPositionMax = uint64_t{1} << 62;
 
 enum class SequenceId : uint64_t {};  // [tag 16 | counter 48]; never reused
 enum class StepId : uint64_t {};      // likewise
@@ -120,6 +123,20 @@ struct VerifyRequest {
   void* output = nullptr;    // output dtype [token_count, head, d_v]
 };
 
+// How full rings are, seen once for each step with live rows (T > 0), when it is planned: their
+// committed records over L, the mean of them. Above 1: folds were put off.
+struct RingOccupancy {
+  static constexpr std::array<double, 9> kBounds = {0.125, 0.25,  0.375, 0.5, 0.625,
+                                                    0.75,  0.875, 1,     1.5};
+  std::array<uint64_t, kBounds.size() + 1> steps{};  // [i]: above kBounds[i - 1], up to kBounds[i]
+  double sum = 0;
+  void Observe(double ratio) {
+    ++steps[static_cast<size_t>(std::lower_bound(kBounds.begin(), kBounds.end(), ratio) -
+                                kBounds.begin())];
+    sum += ratio;
+  }
+};
+
 // Sums since the store was made. Byte counts are what the kernels move, record padding included.
 struct StoreCounters {
   uint64_t steps_begun = 0, steps_committed = 0, steps_aborted = 0, steps_expired = 0;
@@ -131,6 +148,7 @@ struct StoreCounters {
            flushes_deferred = 0;  // of committed steps
   uint64_t rollbacks = 0, forks = 0, snapshots_created = 0, imports = 0, exports = 0;
   uint64_t stale_versions = 0, poisoned_rows = 0;
+  RingOccupancy ring_occupancy;
   uint64_t checkpoint_read_bytes = 0, checkpoint_write_bytes = 0;
   uint64_t ring_read_bytes = 0, ring_write_bytes = 0;
   uint64_t ring_copy_bytes = 0;  // by forks, snapshots and restores; no checkpoint is ever copied
@@ -340,6 +358,7 @@ class StateImport {
  public:
   ~StateImport();
   // `state`: FP32 [head, d_v, d_k] of one layer at `position`, the same in every call.
+  // Errors, here and in Finish: INVALID_ARGUMENT for a position above kPositionMax.
   absl::Status WriteLayer(uint32_t layer, uint64_t position, absl::Span<const float> state);
   // `windows`, raw form: per layer [w - 1, channels] in activation dtype; else empty.
   // Errors: FAILED_PRECONDITION + LAYERS_MISSING; INVALID_ARGUMENT for windows.

@@ -139,9 +139,6 @@ StateImport::~StateImport() {
 }
 
 namespace {
-// No sequence gets further: positions, windows and drafts added to them never wrap.
-constexpr uint64_t kPositionMax = uint64_t{1} << 62;
-
 absl::Status CheckPosition(uint64_t position) {
   if (position <= kPositionMax) return absl::OkStatus();
   return InvalidField("descriptor.position", absl::StrCat("descriptor.position: expected at most ",

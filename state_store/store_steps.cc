@@ -126,6 +126,11 @@ absl::StatusOr<OpenStep> Store::BeginStep(OwnerId owner, const StepRequest& requ
   }
   open_steps_.emplace(step->id, step);
   ++counters_.steps_begun;
+  if (report->live_rows > 0) {
+    counters_.ring_occupancy.Observe(
+        static_cast<double>(report->committed_records) /
+        (static_cast<double>(report->live_rows) * options_.geometry.window_records));
+  }
   return reply;
 }
 

@@ -271,17 +271,8 @@ absl::Status Snapshots(const Options& options) {
 
 absl::Status Steps(const Options& options) {
   CTL_ASSIGN_OR_RETURN(const v1::GetStatusResponse status, GetStatus(options));
-  std::optional<client::Samples> metrics;
-  if (!options.metrics.empty()) {
-    CTL_ASSIGN_OR_RETURN(client::Samples samples, client::FetchMetrics(options.metrics));
-    metrics = std::move(samples);
-  }
-  Print(options,
-        StepsText(status, metrics) +
-            (metrics.has_value() ? ""
-                                 : "\nCounted since the model was registered. --metrics ADDR adds "
-                                   "acceptance and flushes by reason.\n"),
-        StepsJson(status, metrics));
+  Print(options, StepsText(status) + "\nCounted since the model was registered.\n",
+        StepsJson(status));
   return absl::OkStatus();
 }
 

@@ -14,8 +14,7 @@ struct Options {
   std::string server;
   bool json = false;
   // Of a command, those that it has:
-  std::string metrics;  // host:port of the metrics page; "": without
-  std::string model;    // name or id; "": all, or the file's
+  std::string model;  // name or id; "": all, or the file's
   std::string file;
   std::string digest;  // as printed
   uint64_t position = 0;

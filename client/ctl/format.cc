@@ -27,35 +27,16 @@ std::string Line(absl::string_view label, absl::string_view text) {
   return absl::StrFormat("%-10s %s\n", label, text);
 }
 
-// What the metrics page has of one model's steps.
-struct StepMetrics {
-  double drafted = 0, accepted = 0, fused = 0, background = 0, requested = 0, deferred = 0;
-};
-
-// Sum over the samples of a family whose labels contain both strings.
-double Sum(const client::Samples& samples, const std::string& name, const std::string& model,
-           const std::string& label = "") {
-  client::Samples of_model;
-  for (const auto& [key, value] : samples)
-    if (absl::StrContains(key, model)) of_model.emplace(key, value);
-  return client::SumOf(of_model, name, label);
-}
-
-StepMetrics MetricsOf(const client::Samples& samples, const v1::ModelStatus& model) {
-  const std::string label = absl::StrCat("model_id=\"", IdText(model.model_id()), "\"");
-  const std::string flushes = "ssmd_flushes_total";
-  return {.drafted = Sum(samples, "ssmd_tokens_drafted_total", label),
-          .accepted = Sum(samples, "ssmd_tokens_accepted_total", label),
-          .fused = Sum(samples, flushes, label, "reason=\"fused\""),
-          .background = Sum(samples, flushes, label, "reason=\"background\""),
-          .requested = Sum(samples, flushes, label, "reason=\"requested\""),
-          .deferred = Sum(samples, "ssmd_flushes_deferred_total", label)};
-}
-
 std::string TokensPerStep(const v1::ModelStatus& model) {
   if (model.steps_committed() == 0) return "-";
   return absl::StrFormat("%.2f", static_cast<double>(model.tokens_accepted()) /
                                      static_cast<double>(model.steps_committed()));
+}
+
+std::string Acceptance(const v1::ModelStatus& model) {
+  if (model.tokens_drafted() == 0) return "-";
+  return absl::StrFormat("%.1f%%", 100 * static_cast<double>(model.tokens_accepted()) /
+                                       static_cast<double>(model.tokens_drafted()));
 }
 
 Json CapacityJson(const v1::ModelCapacity& capacity) {
@@ -241,57 +222,47 @@ Json SnapshotsJson(absl::Span<const SnapshotRow> snapshots) {
   return {{"snapshots", list}};
 }
 
-std::string StepsText(const v1::GetStatusResponse& status,
-                      const std::optional<client::Samples>& metrics) {
+std::string StepsText(const v1::GetStatusResponse& status) {
   if (status.models().empty()) return "no models\n";
-  std::vector<Table::Column> columns = {{"NAME"},
-                                        {"COMMITTED", kRight},
-                                        {"ABORTED", kRight},
-                                        {"TOKENS", kRight},
-                                        {"PER STEP", kRight}};
-  if (metrics.has_value())
-    columns.insert(columns.end(), {{"ACCEPTED", kRight},
-                                   {"FUSED", kRight},
-                                   {"BACKGROUND", kRight},
-                                   {"REQUESTED", kRight},
-                                   {"DEFERRED", kRight}});
-  else
-    columns.push_back({"FLUSHES", kRight});
-  Table table(std::move(columns));
+  // Two tables, so that large counts are not cut.
+  Table steps({{"NAME"},
+               {"COMMITTED", kRight},
+               {"ABORTED", kRight},
+               {"TOKENS", kRight},
+               {"PER STEP", kRight},
+               {"ACCEPTED", kRight}});
+  Table flushes({{"NAME"},
+                 {"FLUSHES", kRight},
+                 {"FUSED", kRight},
+                 {"BACKGROUND", kRight},
+                 {"REQUESTED", kRight},
+                 {"DEFERRED", kRight}});
   for (const v1::ModelStatus& model : status.models()) {
-    std::vector<std::string> row = {model.name(), WithCommas(model.steps_committed()),
-                                    WithCommas(model.steps_aborted()),
-                                    WithCommas(model.tokens_accepted()), TokensPerStep(model)};
-    if (metrics.has_value()) {
-      const StepMetrics m = MetricsOf(*metrics, model);
-      row.push_back(m.drafted > 0 ? absl::StrFormat("%.1f%%", 100 * m.accepted / m.drafted) : "-");
-      for (const double count : {m.fused, m.background, m.requested, m.deferred})
-        row.push_back(WithCommas(static_cast<uint64_t>(count)));
-    } else {
-      row.push_back(WithCommas(model.flushes()));
-    }
-    table.AddRow(std::move(row));
+    steps.AddRow({model.name(), WithCommas(model.steps_committed()),
+                  WithCommas(model.steps_aborted()), WithCommas(model.tokens_accepted()),
+                  TokensPerStep(model), Acceptance(model)});
+    flushes.AddRow({model.name(), WithCommas(model.flushes()), WithCommas(model.flushes_fused()),
+                    WithCommas(model.flushes_background()), WithCommas(model.flushes_requested()),
+                    WithCommas(model.flushes_deferred())});
   }
-  return table.ToString();
+  return absl::StrCat(steps.ToString(), "\n", flushes.ToString());
 }
 
-Json StepsJson(const v1::GetStatusResponse& status, const std::optional<client::Samples>& metrics) {
+Json StepsJson(const v1::GetStatusResponse& status) {
   Json models = Json::array();
-  for (const v1::ModelStatus& model : status.models()) {
-    Json json = {
-        {"model_id", IdText(model.model_id())},       {"name", model.name()},
-        {"steps_committed", model.steps_committed()}, {"steps_aborted", model.steps_aborted()},
-        {"tokens_accepted", model.tokens_accepted()}, {"flushes", model.flushes()}};
-    if (metrics.has_value()) {
-      const StepMetrics m = MetricsOf(*metrics, model);
-      json["tokens_drafted"] = static_cast<uint64_t>(m.drafted);
-      json["flushes_by_reason"] = {{"fused", static_cast<uint64_t>(m.fused)},
-                                   {"background", static_cast<uint64_t>(m.background)},
-                                   {"requested", static_cast<uint64_t>(m.requested)}};
-      json["flushes_deferred"] = static_cast<uint64_t>(m.deferred);
-    }
-    models.push_back(std::move(json));
-  }
+  for (const v1::ModelStatus& model : status.models())
+    models.push_back({{"model_id", IdText(model.model_id())},
+                      {"name", model.name()},
+                      {"steps_committed", model.steps_committed()},
+                      {"steps_aborted", model.steps_aborted()},
+                      {"tokens_drafted", model.tokens_drafted()},
+                      {"tokens_accepted", model.tokens_accepted()},
+                      {"flushes", model.flushes()},
+                      {"flushes_by_reason",
+                       {{"fused", model.flushes_fused()},
+                        {"background", model.flushes_background()},
+                        {"requested", model.flushes_requested()}}},
+                      {"flushes_deferred", model.flushes_deferred()}});
   return {{"models", models}};
 }
 

@@ -13,7 +13,6 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
-#include "client/tools/metrics_page.h"
 #include "ssmd/v1/state_service.pb.h"
 
 namespace ssmd::ctl {
@@ -49,10 +48,8 @@ Json SequencesJson(absl::Span<const v1::SequenceInfo> sequences);
 std::string SnapshotsText(absl::Span<const SnapshotRow> snapshots);
 Json SnapshotsJson(absl::Span<const SnapshotRow> snapshots);
 
-// `metrics`, when there are any: drafts and flushes by reason, which GetStatus does not have.
-std::string StepsText(const v1::GetStatusResponse& status,
-                      const std::optional<client::Samples>& metrics);
-Json StepsJson(const v1::GetStatusResponse& status, const std::optional<client::Samples>& metrics);
+std::string StepsText(const v1::GetStatusResponse& status);
+Json StepsJson(const v1::GetStatusResponse& status);
 
 std::string RegisteredText(const v1::RegisterModelResponse& model, const std::string& name);
 Json RegisteredJson(const v1::RegisterModelResponse& model, const std::string& name);

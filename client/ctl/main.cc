@@ -80,12 +80,7 @@ int Main(int argc, char** argv) {
       add("snapshots", "stored snapshots, of one model or of all", &ssmd::ctl::Snapshots);
   AddModel(*snapshots, options, false);
 
-  CLI::App* steps = add("steps", "steps, tokens and flushes of every model", &ssmd::ctl::Steps);
-  steps
-      ->add_option("--metrics", options.metrics,
-                   "the server's metrics address, host:port: adds acceptance of drafts\n"
-                   "and flushes by reason")
-      ->type_name("ADDR");
+  add("steps", "steps, accepted tokens and flushes by reason, of every model", &ssmd::ctl::Steps);
 
   CLI::App* export_state =
       add("export",

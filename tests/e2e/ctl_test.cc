@@ -22,7 +22,6 @@ class CtlTest : public ::testing::Test {
  protected:
   CtlTest() {
     ServerConfig config = SmallConfig();
-    config.metrics_listen = "127.0.0.1:0";
     config.adoption_ms_max = 60'000;
     config.sessions_max = 16;
     server_ = StartServer(config);
@@ -87,9 +86,10 @@ TEST_F(CtlTest, ShowsAnEmptyServerAndAModel) {
   EXPECT_EQ(status["sessions"], 1);
   EXPECT_EQ(status["models"][0]["name"], "small");
   EXPECT_EQ(status["models"][0]["sequences"], 1);
-  EXPECT_EQ(CtlJson("steps")["models"][0]["steps_committed"], 3);
-  EXPECT_EQ(CtlJson("steps --metrics " + server_->metrics_address())["models"][0]["tokens_drafted"],
-            3);
+  const json steps = CtlJson("steps")["models"][0];
+  EXPECT_EQ(steps["steps_committed"], 3);
+  EXPECT_EQ(steps["tokens_drafted"], 3);
+  EXPECT_EQ(steps["flushes_by_reason"]["requested"], 0);
   EXPECT_EQ(CtlJson("sequences")["models"][0]["sequences"], 1);
   EXPECT_TRUE(absl::StrContains(Ctl("sequences").out, "owns them only"));
 }
@@ -189,6 +189,7 @@ TEST_F(CtlTest, SequencesOfAnEndedSessionAreAdoptedAndLeftAgain) {
   ASSERT_TRUE(Poll(absl::Seconds(20), gone));
   const json flushed = CtlJson("flush" + adopt(listed["session_id"]));
   EXPECT_EQ(flushed["flushed"], 1);
+  EXPECT_EQ(CtlJson("steps")["models"][0]["flushes_by_reason"]["requested"], 1);
   ASSERT_TRUE(Poll(absl::Seconds(20), gone));
   const std::string file = (folder_ / "state").string();
   const json exported =

@@ -1,6 +1,9 @@
 // The Prometheus page over HTTP: exact counts after a scripted workload, and gauges that come back.
+#include <algorithm>
+#include <numeric>
+
 #include "absl/strings/str_split.h"
-#include "tests/e2e/harness.h"
+#include "tests/e2e/steps_client.h"
 
 namespace ssmd::e2e {
 namespace {
@@ -26,6 +29,12 @@ class MetricsTest : public ::testing::Test {
     return absl::StrCat(name, "{", labels_, label.empty() ? "" : ",", label, "}");
   }
 
+  // h of the sequence over L: what a step planned now adds to the occupancy.
+  double OccupancyOf(uint64_t id) {
+    return client_.Sequences()[id].committed_records() /
+           static_cast<double>(testing::SmallSpec().window_records());
+  }
+
   std::unique_ptr<Server> server_;
   Client client_;
   std::string labels_, page_;
@@ -35,7 +44,8 @@ bool IsGauge(const std::string& series) {
   for (const char* name :
        {"ssmd_pages", "ssmd_slots", "ssmd_open_imports", "ssmd_sessions_kept",
         "ssmd_verify_queue_bytes", "ssmd_open_steps", "ssmd_sessions{", "ssmd_verify_queue_depth",
-        "ssmd_verify_running", "ssmd_models", "ssmd_state_bytes_reserved", "ssmd_draining"})
+        "ssmd_verify_running", "ssmd_models", "ssmd_state_bytes_reserved", "ssmd_draining",
+        "ssmd_steps_streams", "ssmd_held_begins"})
     if (absl::StartsWith(series, name)) return true;
   return series == "ssmd_sessions";
 }
@@ -51,18 +61,23 @@ TEST_F(MetricsTest, CountsAScriptedWorkloadExactly) {
   // 6 steps of 4 tokens, all accepted: 24 tokens against L = 8 must fold. Then 3 of 4, 0 of 2.
   const uint64_t id = client_.Create(1)[0];
   uint64_t version = 1;
+  std::vector<double> occupancy;
   for (int i = 0; i < 6; ++i) {
+    occupancy.push_back(OccupancyOf(id));
     const uint64_t step = client_.Begin({{id, version++, 4}});
     client_.VerifyAll(step, 4);
     client_.Commit(step, {4});
   }
+  occupancy.push_back(OccupancyOf(id));
   uint64_t step = client_.Begin({{id, version++, 4}});
   client_.VerifyAll(step, 4);
   client_.Commit(step, {3});
+  occupancy.push_back(OccupancyOf(id));
   step = client_.Begin({{id, version++, 2}});
   client_.VerifyAll(step, 2);
   client_.Commit(step, {0});
   // Aborted, stale, poisoned, rolled back, forked, stored.
+  occupancy.insert(occupancy.end(), 2, OccupancyOf(id));
   step = client_.Begin({{id, version, 1}});
   auto abort = client_.Make<v1::AbortStepRequest>();
   abort.set_step_id(step);
@@ -104,7 +119,22 @@ TEST_F(MetricsTest, CountsAScriptedWorkloadExactly) {
   EXPECT_GE(now.at(Of("ssmd_flushes_total", "reason=\"fused\"")), 3);
   EXPECT_EQ(now.at(Of("ssmd_flushes_total", "reason=\"background\"")), 0);
   EXPECT_EQ(now.at(Of("ssmd_flushes_total", "reason=\"requested\"")), 0);
+  const v1::ModelStatus status = client_.Status().models(0);  // has the same counts
+  EXPECT_EQ(status.tokens_drafted(), 30u);
+  EXPECT_EQ(status.tokens_accepted(), 27u);
+  EXPECT_EQ(status.flushes_fused(), now.at(Of("ssmd_flushes_total", "reason=\"fused\"")));
+  EXPECT_EQ(status.flushes(), status.flushes_fused());
+  EXPECT_EQ(status.flushes_deferred(), now.at(Of("ssmd_flushes_deferred_total")));
   EXPECT_GT(now.at(Of("ssmd_state_bytes_total", "kind=\"ring_copy\"")), 0);
+  EXPECT_EQ(now.at(Of("ssmd_ring_occupancy_ratio_count")), 10);  // a stale one is not planned
+  EXPECT_EQ(now.at(Of("ssmd_ring_occupancy_ratio_sum")),
+            std::accumulate(occupancy.begin(), occupancy.end(), 0.0));
+  EXPECT_GT(now.at(Of("ssmd_ring_occupancy_ratio_sum")), 0);
+  for (const auto& [le, bound] : {std::pair{"0.25", 0.25}, {"0.75", 0.75}, {"1", 1.0}})
+    EXPECT_EQ(now.at(Of("ssmd_ring_occupancy_ratio_bucket", absl::StrCat("le=\"", le, "\""))),
+              std::count_if(occupancy.begin(), occupancy.end(),
+                            [bound = bound](double ratio) { return ratio <= bound; }));
+  EXPECT_EQ(now.at(Of("ssmd_ring_occupancy_ratio_bucket", "le=\"+Inf\"")), 10);
   EXPECT_EQ(now.at(Of("ssmd_imports_total")), 0);
   EXPECT_EQ(now.at(Of("ssmd_exports_total")), 0);
   EXPECT_EQ(now.at("ssmd_prefix_lookups_total{result=\"hit\"}"), 0);
@@ -144,6 +174,24 @@ TEST_F(MetricsTest, CountsAScriptedWorkloadExactly) {
       EXPECT_EQ(end.at(series), value) << series;
     }
   }
+}
+
+TEST_F(MetricsTest, OpenStreamsAndHeldBegins) {
+  const uint64_t id = client_.Create(1)[0];
+  std::map<std::string, double> now = Scrape();
+  EXPECT_EQ(now.at("ssmd_steps_streams"), 0);
+  {
+    StepsClient idle(client_), steps(client_);
+    const uint64_t step = steps.Begin({{id, 1, 1}});
+    const uint64_t held = steps.Send(client_.StepOf({{id, 2, 1}}));
+    idle.Await(idle.SendAbort(step ^ 1));  // NOT_FOUND: the stream is there
+    EXPECT_TRUE(Poll(absl::Seconds(20), [&] { return Scrape().at("ssmd_held_begins") == 1; }));
+    EXPECT_EQ(Scrape().at("ssmd_steps_streams"), 2);
+    EXPECT_TRUE(steps.Await(steps.SendAbort(step)).ok());
+    EXPECT_FALSE(steps.Await(held).ok());
+    EXPECT_EQ(Scrape().at("ssmd_held_begins"), 0);
+  }
+  EXPECT_TRUE(Poll(absl::Seconds(20), [&] { return Scrape().at("ssmd_steps_streams") == 0; }));
 }
 
 // What Prometheus itself would refuse: a family twice, a series twice, a counter without _total.

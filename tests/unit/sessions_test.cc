@@ -304,14 +304,57 @@ TEST_F(AdoptionTest, NothingIsKeptWithoutSequencesOrUnasked) {
   EXPECT_TRUE(Fails(Adopt(Open(0), unasked), kNotFound, {}));
 }
 
-TEST_F(AdoptionTest, LimitsAreKept) {
+TEST_F(AdoptionTest, AdoptionTimeHasALimit) {
   EXPECT_TRUE(RefusesField(table_.Open(1000, "", 2001), "adoption_ms", {"0..2000", "got 2001"}));
-  const OwnerId old = Open(2000);
-  Create(old, 1);
-  Close(old);
-  Open(0);
-  Open(0);
-  EXPECT_TRUE(Fails(table_.Open(1000, "", 0), absl::StatusCode::kResourceExhausted, {"kept"}));
+}
+
+// As many workers as there may be die together: as many come back, and find what they left.
+TEST_F(AdoptionTest, KeptSessionsTakeNoPlaceOfOpenOnes) {
+  std::vector<OwnerId> old;
+  std::vector<SequenceId> ids;
+  for (int i = 0; i < 3; ++i) old.push_back(Open(2000));
+  for (const OwnerId id : old) ids.push_back(Create(id, 1)[0]);
+  EXPECT_TRUE(Fails(table_.Open(1000, ""), absl::StatusCode::kResourceExhausted,
+                    {"sessions_max", "3 sessions are open"}));
+  clock_.Advance(absl::Milliseconds(1000));
+  EXPECT_EQ(table_.ExpireLeases(), 3u);
+  EXPECT_EQ(table_.size(), 0u);
+  EXPECT_EQ(table_.kept_count(), 3u);
+  for (size_t i = 0; i < old.size(); ++i) {
+    const OwnerId heir = Open(2000);
+    EXPECT_EQ(Ids(*Adopt(heir, old[i])), std::vector<SequenceId>{ids[i]});
+    EXPECT_EQ(table_.kept_count(), 2 - i);
+  }
+  EXPECT_EQ(table_.size(), 3u);
+}
+
+// An ended session that keeps nothing is remembered for repeats, but not without bound.
+TEST_F(AdoptionTest, AdoptedOnesAreRememberedUpToALimit) {
+  const OwnerId heir = Open(0);
+  std::vector<OwnerId> old;
+  for (int i = 0; i < 4; ++i) {  // one more than sessions_max
+    old.push_back(Open(2000));
+    const std::vector<SequenceId> ids = Create(old.back(), 2);
+    Close(old.back());
+    EXPECT_EQ(Ids(*Adopt(heir, old.back(), {ids[0]})).size(), 1u);
+    EXPECT_EQ(table_.kept_count(), 1u) << "one is still kept";
+    EXPECT_EQ(Ids(*Adopt(heir, old.back())), ids);
+    EXPECT_EQ(table_.kept_count(), 0u);
+    if (i < 3) {
+      EXPECT_TRUE(store_->Release(heir, ids).ok());
+    }
+  }
+  EXPECT_TRUE(Fails(Adopt(heir, old[0]), kNotFound, {"old_session_id"})) << "forgotten";
+  EXPECT_EQ(Adopt(heir, old[1])->size(), 0u) << "remembered, though released";
+  EXPECT_EQ(Adopt(heir, old[3])->size(), 2u);
+  clock_.Advance(absl::Milliseconds(999));
+  ASSERT_TRUE(table_.Enter(heir).ok());
+  clock_.Advance(absl::Milliseconds(999));
+  ASSERT_TRUE(table_.Enter(heir).ok());
+  clock_.Advance(absl::Milliseconds(2));
+  EXPECT_TRUE(Fails(Adopt(heir, old[3]), kNotFound, {"old_session_id"})) << "its time is over";
+  EXPECT_EQ(table_.kept_count(), 0u);
+  EXPECT_EQ(store_->CountOwned(heir), 2u);
 }
 
 // Calls, sweeps and a close race; whatever the order, the release comes once and last.

@@ -168,7 +168,7 @@ TEST_F(StoreRowsTest, ImportAtAPositionThatWouldWrapIsRefused) {
   const SequenceId id = Create();
   Prefill(3);
   const std::string before = Fingerprint(id);
-  for (const uint64_t position : {~uint64_t{0}, (uint64_t{1} << 62) + 1}) {
+  for (const uint64_t position : {~uint64_t{0}, kPositionMax + 1}) {
     auto import = store_->BeginImport(kAlice, Versioned(id));
     ASSERT_TRUE(import.ok()) << import.status();
     const std::vector<float> state(geometry_.layers[0].state_elements());

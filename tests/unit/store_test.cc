@@ -140,6 +140,21 @@ TEST_F(StoreTest, PoisonedRowIsNamedAndOthersAreUnharmed) {
   EXPECT_EQ(store_->counters().poisoned_rows, 2u);
 }
 
+// h / L at each plan: 0, 1/8, 2/8, 3/8, and 2/8 as the mean of two rows.
+TEST_F(StoreTest, RingOccupancyIsSeenOnceAPlan) {
+  Make();
+  const SequenceId one = Create(), other = Create();
+  Decode(one, 4);
+  const StepRequest both = {.rows = {{one, 5, 1}, {other, 1, 1}}};
+  const StepId step = store_->BeginStep(kAlice, both)->id;
+  EXPECT_EQ(store_->BeginStep(kAlice, both)->id, step);  // a repeat plans nothing
+  ASSERT_TRUE(store_->Abort(kAlice, step).ok());
+  ASSERT_TRUE(store_->Abort(kAlice, Begin(one, 0)).ok());  // no row reads a ring
+  const RingOccupancy occupancy = store_->counters().ring_occupancy;
+  EXPECT_THAT(occupancy.steps, ::testing::ElementsAre(2, 2, 1, 0, 0, 0, 0, 0, 0, 0));
+  EXPECT_EQ(occupancy.sum, 1.0);
+}
+
 TEST_F(StoreTest, AbortWaitsForARunningVerify) {
   Make();
   const SequenceId id = Create();
