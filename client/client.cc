@@ -1,7 +1,5 @@
 #include "client/client.h"
 
-#include <chrono>
-
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "client/caller.h"
@@ -42,8 +40,7 @@ absl::Status Caller::Attempt(const RetryRule& rule, bool has_request_id, const C
   while (true) {
     grpc::ClientContext context;
     // The transport counts real time; the environment's clock may be a test's.
-    context.set_deadline(std::chrono::system_clock::now() +
-                         absl::ToChronoNanoseconds(deadline - environment.now()));
+    context.set_deadline(absl::ToChronoTime(absl::Now() + (deadline - environment.now())));
     absl::Status status = FromGrpcStatus(attempt(context), rule.name);
     if (status.ok() || schedule.EarlierSucceeded(status)) return absl::OkStatus();
     const std::optional<absl::Duration> delay = schedule.Next(status, environment);
@@ -63,9 +60,7 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& targe
                                                         const Options& options) {
   auto channel =
       grpc::CreateCustomChannel(target, grpc::InsecureChannelCredentials(), MakeChannelArguments());
-  const auto deadline =
-      std::chrono::system_clock::now() + absl::ToChronoNanoseconds(options.connect_timeout);
-  if (!channel->WaitForConnected(deadline))
+  if (!channel->WaitForConnected(absl::ToChronoTime(absl::Now() + options.connect_timeout)))
     return absl::UnavailableError(absl::StrCat("no server at ", target, " within ",
                                                absl::FormatDuration(options.connect_timeout)));
   std::unique_ptr<Client> client = FromChannel(std::move(channel), options);

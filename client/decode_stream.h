@@ -25,8 +25,9 @@
 // another stream on the session and begin the step again. A commit whose answer was lost may have
 // taken effect: ask GetSequences. STATE_LOST and SESSION_EXPIRED end the session too.
 //
-// Thread-safe, but for Finish and the destructor. The session outlives the stream; Pendings may
-// outlive it.
+// Thread-safe, but for Finish and the destructor. Not for gRPC's threads (a callback of another
+// call): everything here may wait for them. The session outlives the stream; Pendings may outlive
+// both and the client.
 #pragma once
 
 #include <cstdint>
@@ -45,21 +46,24 @@ struct DecodeStreamOptions {
 
 namespace internal {
 class StepsCore;
-class StepsCall;
+struct StepsCall;
 }  // namespace internal
 
 // The answer of a call that was sent. Movable; Wait once.
 template <typename Response>
 class Pending {
  public:
-  Pending(Pending&&) = default;
-  Pending& operator=(Pending&&) = default;
+  Pending(Pending&&) noexcept = default;
+  Pending& operator=(Pending&&) noexcept = default;
 
   absl::StatusOr<Response> Wait();
 
  private:
   friend class DecodeStream;
-  explicit Pending(std::shared_ptr<internal::StepsCall> call) : call_(std::move(call)) {}
+  Pending(std::shared_ptr<internal::StepsCore> core, std::shared_ptr<internal::StepsCall> call)
+      : core_(std::move(core)), call_(std::move(call)) {}
+
+  std::shared_ptr<internal::StepsCore> core_;
   std::shared_ptr<internal::StepsCall> call_;
 };
 
@@ -113,9 +117,10 @@ class DecodeStream {
   uint32_t calls_unanswered() const;
 
  private:
-  DecodeStream(Session& session, uint64_t model_id, std::shared_ptr<internal::StepsCore> core);
-  std::shared_ptr<internal::StepsCall> Send(Method method, v1::StepsRequest request,
-                                            const CallOptions& call);
+  DecodeStream(Session& session, uint64_t model_id, uint32_t calls_max);
+  template <typename Response>
+  Pending<Response> Send(Method method, v1::StepsRequest request, const CallOptions& call);
+  void CancelAndWait();
 
   Session& session_;
   const uint64_t model_id_;

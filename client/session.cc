@@ -15,6 +15,8 @@ namespace {
 constexpr absl::Duration kRenewAgain = absl::Seconds(1);
 // Bounds the wait of Close and of the destructor for a server that does not answer.
 constexpr absl::Duration kRenewTimeoutMax = absl::Seconds(5);
+// Added to the clock, an endless interval would pass its end.
+constexpr absl::Duration kIntervalMax = absl::Hours(24);
 
 }  // namespace
 
@@ -63,8 +65,9 @@ Session::Session(std::shared_ptr<Caller> caller, const v1::OpenSessionResponse& 
                  absl::Duration keep_alive_interval)
     : caller_(std::move(caller)),
       lease_(absl::Milliseconds(opened.lease_ms())),
-      keep_alive_interval_(keep_alive_interval > absl::ZeroDuration() ? keep_alive_interval
-                                                                      : lease_ / 3) {
+      keep_alive_interval_(
+          std::min(keep_alive_interval > absl::ZeroDuration() ? keep_alive_interval : lease_ / 3,
+                   kIntervalMax)) {
   context_.set_server_epoch(opened.server_epoch());
   context_.set_session_id(opened.session_id());
   keep_alive_thread_ = std::thread([this] { KeepAliveLoop(); });
@@ -142,10 +145,11 @@ void Session::KeepAliveLoop() {
   absl::Duration wait = keep_alive_interval_;
   while (true) {
     {
-      absl::MutexLock lock(&mu_);
-      mu_.AwaitWithTimeout(absl::Condition(&stopping_), wait);
-      if (stopping_ || !lost_.ok()) return;
+      std::unique_lock<std::mutex> lock(stop_mu_);
+      if (stop_.wait_for(lock, absl::ToChronoNanoseconds(wait), [this] { return stopping_; }))
+        return;
     }
+    if (!status().ok()) return;
     // A failed renewal is only a sign; the server's answer to a later one decides.
     const bool renewed =
         KeepAlive({.timeout = std::clamp(lease_ / 3, kRenewAgain, kRenewTimeoutMax)}).ok();
@@ -155,9 +159,10 @@ void Session::KeepAliveLoop() {
 
 void Session::StopThread() {
   {
-    absl::MutexLock lock(&mu_);
+    const std::lock_guard<std::mutex> lock(stop_mu_);
     stopping_ = true;
   }
+  stop_.notify_all();
   if (keep_alive_thread_.joinable()) keep_alive_thread_.join();
 }
 

@@ -17,8 +17,10 @@
 // Thread-safe. Close and the destructor must not run beside other calls.
 #pragma once
 
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -174,7 +176,7 @@ class Session {
   absl::StatusOr<Response> Call(Method method, Rpc rpc, Request& request, const CallOptions& call);
   void MarkLost(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
   void KeepAliveLoop();
-  void StopThread() ABSL_LOCKS_EXCLUDED(mu_);
+  void StopThread();
   uint64_t NewRequestId();
 
   const std::shared_ptr<Caller> caller_;
@@ -183,9 +185,14 @@ class Session {
   const absl::Duration keep_alive_interval_;
 
   mutable absl::Mutex mu_;
-  absl::Status lost_ ABSL_GUARDED_BY(mu_);      // OK: not lost
-  bool stopping_ ABSL_GUARDED_BY(mu_) = false;  // the thread must end
+  absl::Status lost_ ABSL_GUARDED_BY(mu_);  // OK: not lost
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
+
+  // absl::Mutex counts its timeouts on the wall clock. Once that is set back, a renewal would come
+  // after the lease's end; a condition_variable's wait_for is on the steady clock.
+  std::mutex stop_mu_;
+  std::condition_variable stop_;
+  bool stopping_ = false;  // guarded by stop_mu_: the thread must end
   std::thread keep_alive_thread_;
 };
 

@@ -266,6 +266,12 @@ TEST_F(ClientTest, AWaitPastTheDeadlineIsNotBegun) {
   EXPECT_TRUE(sleeps_.empty());
 }
 
+TEST_F(ClientTest, ACallMayHaveNoDeadline) {
+  service_.Script({Lost()});
+  EXPECT_TRUE(session_->Commit(kModel, 9, {1}, {.timeout = absl::InfiniteDuration()}).ok());
+  EXPECT_EQ(service_.calls(), 2);
+}
+
 TEST_F(ClientTest, RequestIdsAreEqualWithinACallAndUniqueAcrossCalls) {
   service_.Script({Lost(), Lost()});
   EXPECT_TRUE(session_->CreateSequences(kModel, 3).ok());

@@ -4,14 +4,13 @@
 
 #include <grpcpp/grpcpp.h>
 
-#include <functional>
-#include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/synchronization/mutex.h"
-#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
 #include "gtest/gtest.h"
@@ -55,15 +54,26 @@ v1::StepsResponse AnswerTo(const v1::StepsRequest& request) {
 
 class StepsService final : public v1::StateService::Service {
  public:
-  // Returns nothing to go on, or the status that ends the stream.
-  using Handler = std::function<std::optional<grpc::Status>(const v1::StepsRequest&, Wire&)>;
+  using Requests = std::vector<v1::StepsRequest>;
+  // Sees all requests of the stream so far. Returns nothing to go on, or the status that ends the
+  // stream. A plain function: it may still run when the body of a test, and with it whatever a
+  // lambda could have captured there, is gone.
+  using Handler = std::optional<grpc::Status> (*)(const Requests&, Wire&);
 
   void Handle(Handler handler) {
     absl::MutexLock lock(&mu_);
-    handler_ = std::move(handler);
+    handler_ = handler;
   }
-  void set_calls_max(uint32_t count) { calls_max_ = count; }
-  std::vector<v1::StepsRequest> requests() const {
+  // Closing its side does not end a stream then.
+  void EndStreamsWhenCancelled() {
+    absl::MutexLock lock(&mu_);
+    until_cancelled_ = true;
+  }
+  void set_calls_max(uint32_t count) {
+    absl::MutexLock lock(&mu_);
+    calls_max_ = count;
+  }
+  Requests requests() const {  // of the last stream
     absl::MutexLock lock(&mu_);
     return requests_;
   }
@@ -73,10 +83,9 @@ class StepsService final : public v1::StateService::Service {
                        ABSL_NO_THREAD_SAFETY_ANALYSIS { return requests_.size() >= count; };
     mu_.Await(absl::Condition(&reached));
   }
-  // How the last stream ended: the client closed its side, or was gone.
-  bool WaitForEnd() {
-    ended_.WaitForNotification();
-    return cancelled_;
+  void WaitForEnd() {  // of a stream, by the client
+    absl::MutexLock lock(&mu_);
+    mu_.Await(absl::Condition(&ended_));
   }
 
   grpc::Status OpenSession(grpc::ServerContext*, const v1::OpenSessionRequest*,
@@ -92,41 +101,57 @@ class StepsService final : public v1::StateService::Service {
   }
   grpc::Status GetCapabilities(grpc::ServerContext*, const v1::GetCapabilitiesRequest*,
                                v1::GetCapabilitiesResponse* reply) override {
+    absl::MutexLock lock(&mu_);
     reply->set_server_epoch(kEpoch);
     reply->set_stream_calls_max(calls_max_);
     return grpc::Status::OK;
   }
   grpc::Status Steps(grpc::ServerContext* context, Wire* wire) override {
+    Requests requests;
     v1::StepsRequest request;
     while (wire->Read(&request)) {
-      Handler handler;
-      {
-        absl::MutexLock lock(&mu_);
-        requests_.push_back(request);
-        handler = handler_;
-      }
-      if (handler == nullptr) {
-        wire->Write(AnswerTo(request));
-      } else if (std::optional<grpc::Status> end = handler(request, *wire); end.has_value()) {
+      requests.push_back(request);
+      if (std::optional<grpc::Status> end = Remember(requests)(requests, *wire); end.has_value())
         return *end;
-      }
     }
-    cancelled_ = context->IsCancelled();
-    if (!ended_.HasBeenNotified()) ended_.Notify();
+    while (until_cancelled() && !context->IsCancelled()) absl::SleepFor(absl::Milliseconds(1));
+    absl::MutexLock lock(&mu_);
+    ended_ = true;
     return grpc::Status::OK;
   }
 
  private:
+  static std::optional<grpc::Status> AnswerEach(const Requests& requests, Wire& wire) {
+    wire.Write(AnswerTo(requests.back()));
+    return std::nullopt;
+  }
+  Handler Remember(const Requests& requests) {
+    absl::MutexLock lock(&mu_);
+    requests_ = requests;
+    return handler_;
+  }
+  bool until_cancelled() const {
+    absl::MutexLock lock(&mu_);
+    return until_cancelled_;
+  }
+
   mutable absl::Mutex mu_;
-  Handler handler_ ABSL_GUARDED_BY(mu_);
-  std::vector<v1::StepsRequest> requests_ ABSL_GUARDED_BY(mu_);
-  uint32_t calls_max_ = 8;
-  bool cancelled_ = false;
-  absl::Notification ended_;
+  Handler handler_ ABSL_GUARDED_BY(mu_) = AnswerEach;
+  Requests requests_ ABSL_GUARDED_BY(mu_);
+  uint32_t calls_max_ ABSL_GUARDED_BY(mu_) = 8;
+  bool until_cancelled_ ABSL_GUARDED_BY(mu_) = false;
+  bool ended_ ABSL_GUARDED_BY(mu_) = false;
 };
+
+// Handlers of several tests.
+std::optional<grpc::Status> AnswerNothing(const StepsService::Requests&, Wire&) {
+  return std::nullopt;
+}
 
 class DecodeStreamTest : public ::testing::Test {
  protected:
+  using Requests = StepsService::Requests;
+
   DecodeStreamTest() {
     grpc::ServerBuilder builder;
     builder.RegisterService(&service_);
@@ -187,11 +212,9 @@ TEST_F(DecodeStreamTest, AStepWithTheCommitOfTheLastRidingOnItsBegin) {
 }
 
 TEST_F(DecodeStreamTest, AnswersMayComeInAnyOrder) {
-  std::vector<v1::StepsRequest> held;
-  service_.Handle([&](const v1::StepsRequest& request, Wire& wire) -> std::optional<grpc::Status> {
-    held.push_back(request);
-    if (held.size() == 3)
-      for (auto last = held.rbegin(); last != held.rend(); ++last) wire.Write(AnswerTo(*last));
+  service_.Handle([](const Requests& requests, Wire& wire) -> std::optional<grpc::Status> {
+    if (requests.size() == 3)
+      for (const size_t i : {2, 1, 0}) wire.Write(AnswerTo(requests[i]));
     return std::nullopt;
   });
   DecodeStream& stream = Open();
@@ -204,10 +227,8 @@ TEST_F(DecodeStreamTest, AnswersMayComeInAnyOrder) {
 }
 
 TEST_F(DecodeStreamTest, AFullStreamTakesTheNextCallWhenOneIsAnswered) {
-  std::vector<v1::StepsRequest> held;
-  service_.Handle([&](const v1::StepsRequest& request, Wire& wire) -> std::optional<grpc::Status> {
-    held.push_back(request);
-    if (request.has_abort()) wire.Write(AnswerTo(held[0]));
+  service_.Handle([](const Requests& requests, Wire& wire) -> std::optional<grpc::Status> {
+    if (requests.back().has_abort()) wire.Write(AnswerTo(requests[0]));
     return std::nullopt;
   });
   service_.set_calls_max(3);
@@ -215,7 +236,7 @@ TEST_F(DecodeStreamTest, AFullStreamTakesTheNextCallWhenOneIsAnswered) {
   EXPECT_EQ(stream.calls_max(), 3u);
   auto one = stream.SendVerify(Layer(1)), two = stream.SendVerify(Layer(2));
   auto abort = stream.SendAbort(1);  // full; it makes the server answer the first
-  auto fourth = stream.SendVerify(Layer(4), {.timeout = absl::Milliseconds(200)});
+  auto fourth = stream.SendVerify(Layer(4));
   service_.WaitForRequests(4);
   EXPECT_TRUE(one.Wait().ok());
   EXPECT_EQ(stream.calls_unanswered(), 3u);
@@ -226,14 +247,9 @@ TEST_F(DecodeStreamTest, AFullStreamTakesTheNextCallWhenOneIsAnswered) {
 }
 
 TEST_F(DecodeStreamTest, ALateAnswerIsDroppedAndTheStreamGoesOn) {
-  v1::StepsRequest late;
-  service_.Handle([&](const v1::StepsRequest& request, Wire& wire) -> std::optional<grpc::Status> {
-    if (request.verify().layer_id() == 1) {
-      late = request;
-      return std::nullopt;
-    }
-    wire.Write(AnswerTo(late));
-    wire.Write(AnswerTo(request));
+  service_.Handle([](const Requests& requests, Wire& wire) -> std::optional<grpc::Status> {
+    if (requests.size() == 2)
+      for (const v1::StepsRequest& each : requests) wire.Write(AnswerTo(each));
     return std::nullopt;
   });
   DecodeStream& stream = Open();
@@ -246,7 +262,8 @@ TEST_F(DecodeStreamTest, ALateAnswerIsDroppedAndTheStreamGoesOn) {
 }
 
 TEST_F(DecodeStreamTest, ACallsErrorIsItsOwn) {
-  service_.Handle([&](const v1::StepsRequest& request, Wire& wire) -> std::optional<grpc::Status> {
+  service_.Handle([](const Requests& requests, Wire& wire) -> std::optional<grpc::Status> {
+    const v1::StepsRequest& request = requests.back();
     v1::StepsResponse reply;
     reply.set_tag(request.tag());
     *reply.mutable_status() = Failure(absl::StatusCode::kAborted, "VERSION_MISMATCH");
@@ -263,57 +280,56 @@ TEST_F(DecodeStreamTest, ACallsErrorIsItsOwn) {
 }
 
 TEST_F(DecodeStreamTest, FinishWaitsForAnswersAndEndsTheStream) {
-  std::vector<v1::StepsRequest> held;
-  service_.Handle([&](const v1::StepsRequest& request, Wire& wire) -> std::optional<grpc::Status> {
-    held.push_back(request);
-    for (const v1::StepsRequest& each : held)
-      if (held.size() == 2) wire.Write(AnswerTo(each));
+  service_.Handle([](const Requests& requests, Wire& wire) -> std::optional<grpc::Status> {
+    if (requests.size() == 2)
+      for (const v1::StepsRequest& each : requests) wire.Write(AnswerTo(each));
     return std::nullopt;
   });
   DecodeStream& stream = Open();
   auto one = stream.SendVerify(Layer(1)), two = stream.SendVerify(Layer(2));
   EXPECT_TRUE(stream.Finish().ok());
-  EXPECT_FALSE(service_.WaitForEnd());
+  service_.WaitForEnd();
   EXPECT_TRUE(one.Wait().ok());
   EXPECT_TRUE(two.Wait().ok());
   EXPECT_TRUE(absl::IsFailedPrecondition(stream.Verify(Layer(3)).status()));
 }
 
 TEST_F(DecodeStreamTest, FinishGivesUpAtItsDeadline) {
-  absl::Notification let_go;
-  service_.Handle([&](const v1::StepsRequest&, Wire&) -> std::optional<grpc::Status> {
-    let_go.WaitForNotification();
-    return std::nullopt;
-  });
+  service_.Handle(AnswerNothing);
+  service_.EndStreamsWhenCancelled();
   DecodeStream& stream = Open();
   auto call = stream.SendVerify(Layer(1));
+  service_.WaitForRequests(1);
   EXPECT_TRUE(absl::IsDeadlineExceeded(stream.Finish({.timeout = absl::Milliseconds(30)})));
   EXPECT_TRUE(absl::IsCancelled(call.Wait().status()));
-  let_go.Notify();
+  service_.WaitForEnd();
 }
 
 TEST_F(DecodeStreamTest, CancelFailsWhatIsUnanswered) {
-  service_.Handle([](const v1::StepsRequest&, Wire&) { return std::nullopt; });
+  service_.Handle(AnswerNothing);
+  service_.EndStreamsWhenCancelled();
   DecodeStream& stream = Open();
   auto call = stream.SendVerify(Layer(1));
   service_.WaitForRequests(1);
   stream.Cancel();
   EXPECT_TRUE(absl::IsCancelled(call.Wait().status()));
-  EXPECT_TRUE(service_.WaitForEnd());
+  service_.WaitForEnd();
   EXPECT_TRUE(absl::IsCancelled(stream.Verify(Layer(2)).status()));
   EXPECT_TRUE(session_->status().ok());
 }
 
-TEST_F(DecodeStreamTest, AnswersOutliveTheStream) {
-  service_.Handle([](const v1::StepsRequest&, Wire&) { return std::nullopt; });
+TEST_F(DecodeStreamTest, AnswersOutliveTheStreamAndTheConnection) {
+  service_.Handle(AnswerNothing);
   auto call = Open().SendVerify(Layer(1));
   stream_.reset();
+  session_.reset();
+  client_.reset();
   EXPECT_TRUE(absl::IsCancelled(call.Wait().status()));
 }
 
 TEST_F(DecodeStreamTest, WhatEndsTheStreamEndsItsCalls) {
-  service_.Handle([](const v1::StepsRequest& request, Wire&) -> std::optional<grpc::Status> {
-    if (request.verify().layer_id() < 2) return std::nullopt;
+  service_.Handle([](const Requests& requests, Wire&) -> std::optional<grpc::Status> {
+    if (requests.size() < 2) return std::nullopt;
     return Grpc(Failure(absl::StatusCode::kUnavailable, "DRAINING"));
   });
   DecodeStream& stream = Open();
@@ -327,7 +343,7 @@ TEST_F(DecodeStreamTest, WhatEndsTheStreamEndsItsCalls) {
 }
 
 TEST_F(DecodeStreamTest, ALostStateOrSessionIsTheSessionsEnd) {
-  service_.Handle([](const v1::StepsRequest&, Wire&) -> std::optional<grpc::Status> {
+  service_.Handle([](const Requests&, Wire&) -> std::optional<grpc::Status> {
     return Grpc(Failure(absl::StatusCode::kNotFound, "SESSION_EXPIRED"));
   });
   DecodeStream& stream = Open();
