@@ -19,6 +19,10 @@ namespace {
 
 constexpr int kPoisonByte = 0xff;  // NaN in FP32, BF16 and FP16
 
+// A launch that moves fewer bytes of checkpoints runs on the caller. Split over two virtual cores,
+// six launches of 512 KiB took 296 us instead of 175, of 1 MiB 433 instead of 396.
+constexpr uint64_t kSplitBytesMin = 1 << 20;
+
 struct Layer {
   LayerShape shape;
   PageLayout page;
@@ -307,7 +311,7 @@ absl::StatusOr<VerifyReport> CpuBackend::Verify(const VerifyParams& params) {
   if (layer.raw.has_value()) raw_buffer.emplace(shape, spec_.formats, token);
 
   std::vector<std::atomic<uint32_t>> flags(live.size());
-  executor_->ParallelFor(live.size() * shape.key_group_count, [&](size_t i) {
+  const auto verify_group = [&](size_t i) {
     const LiveRow& at = live[i / shape.key_group_count];
     const StepRow& row = (*rows)[at.row];
     const uint32_t group = static_cast<uint32_t>(i % shape.key_group_count);
@@ -343,7 +347,13 @@ absl::StatusOr<VerifyReport> CpuBackend::Verify(const VerifyParams& params) {
     poison |= VerifyGroup(item);
     if (poison != kPoisonNone)
       flags[i / shape.key_group_count].fetch_or(poison, std::memory_order_relaxed);
-  });
+  };
+  const size_t items = live.size() * shape.key_group_count;
+  if (live.size() * layer.page.page_bytes < kSplitBytesMin) {
+    for (size_t i = 0; i < items; ++i) verify_group(i);
+  } else {
+    executor_->ParallelFor(items, verify_group);
+  }
 
   VerifyReport report;
   for (size_t i = 0; i < live.size(); ++i) {
