@@ -98,12 +98,12 @@ absl::Status Server::StartMetrics() {
 }
 
 void Server::SweepLoop() {
-  const absl::Duration interval = absl::Milliseconds(core_.config.sweep_interval_ms);
-  absl::MutexLock lock(&mu_);
-  while (!mu_.AwaitWithTimeout(absl::Condition(&stopping_), interval)) {
-    mu_.Unlock();
+  const std::chrono::milliseconds interval(core_.config.sweep_interval_ms);
+  std::unique_lock<std::mutex> lock(mu_);
+  while (!stop_.wait_for(lock, interval, [this] { return stopping_; })) {
+    lock.unlock();
     core_.Sweep();
-    mu_.Lock();
+    lock.lock();
   }
 }
 
@@ -116,7 +116,7 @@ void Server::BeginDrain() {
 
 void Server::Shutdown(absl::Duration drain_timeout) {
   {
-    absl::MutexLock lock(&mu_);
+    const std::lock_guard<std::mutex> lock(mu_);
     if (stopping_) return;
   }
   BeginDrain();
@@ -130,9 +130,10 @@ void Server::Shutdown(absl::Duration drain_timeout) {
   }
   core_.verify_queue.Stop();
   {
-    absl::MutexLock lock(&mu_);
+    const std::lock_guard<std::mutex> lock(mu_);
     stopping_ = true;
   }
+  stop_.notify_all();
   if (sweeper_.joinable()) sweeper_.join();
   exposer_.reset();  // up to 2 s: README.md, "Stopping"
 }

@@ -7,7 +7,9 @@
 
 #include <grpcpp/server.h>
 
+#include <condition_variable>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 
@@ -65,8 +67,11 @@ class Server {
   std::unique_ptr<prometheus::Exposer> exposer_;
   std::string address_, metrics_address_;
 
-  absl::Mutex mu_;
-  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  // Not an absl::Mutex: that counts its timeouts on the wall clock, and sweeps would stall while it
+  // is set back.
+  std::mutex mu_;
+  std::condition_variable stop_;
+  bool stopping_ = false;  // guarded by mu_
   std::thread sweeper_;
 };
 
