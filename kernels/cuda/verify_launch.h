@@ -11,6 +11,9 @@
 
 namespace ssmd::cuda {
 
+inline constexpr uint32_t kNone = 0xffffffffu;  // no page, no slot, no row
+static_assert(static_cast<uint32_t>(kNoPage) == kNone && static_cast<uint32_t>(kNoSlot) == kNone);
+
 // One row, written by the plan kernel, immutable until the step ends. A row with T = 0 and a
 // padding row (slot == kNoSlot) read and write nothing but, padding, zeros to their outputs.
 struct DeviceRow {
