@@ -16,8 +16,8 @@ __device__ inline float LoadAs(Dtype dtype, const void* from, uint64_t index) {
 
 // Elements [index, index + 4); `index` is a multiple of 4, `from` aligned to 16 bytes.
 __device__ inline float4 LoadFourAs(Dtype dtype, const void* from, uint64_t index) {
-  if (dtype == Dtype::kFp32) return *reinterpret_cast<const float4*>(
-      static_cast<const float*>(from) + index);
+  if (dtype == Dtype::kFp32)
+    return *reinterpret_cast<const float4*>(static_cast<const float*>(from) + index);
   const uint2 codes = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(from) + index);
   const auto low = [](uint32_t pair) { return static_cast<uint16_t>(pair & 0xffffu); };
   const auto high = [](uint32_t pair) { return static_cast<uint16_t>(pair >> 16); };
@@ -77,7 +77,8 @@ struct CheckpointTarget {
           codes[0] | codes[1] << 16, codes[2] | codes[3] << 16};
     }
     if (lp != nullptr) {
-      for (int i = 0; i < 4; ++i) good = IsFinite(StoreAs(lp_dtype, lp, element + i, values[i])) && good;
+      for (int i = 0; i < 4; ++i)
+        good = IsFinite(StoreAs(lp_dtype, lp, element + i, values[i])) && good;
     }
     return good;
   }

@@ -218,8 +218,8 @@ cudaError_t EnqueueSlotOp(const ControlState& control, const SlotArguments& argu
 cudaError_t EnqueueCopyRecords(const ControlState& control, const DeviceLayer* layers,
                                uint32_t layer_count, const SlotArguments& arguments,
                                const ControlResult* result, cudaStream_t stream) {
-  CopyRecordsKernel<<<dim3(kMoveBlocks, layer_count), kMoveThreads, 0, stream>>>(
-      control, layers, arguments, result);
+  CopyRecordsKernel<<<dim3(kMoveBlocks, layer_count), kMoveThreads, 0, stream>>>(control, layers,
+                                                                                 arguments, result);
   return cudaGetLastError();
 }
 

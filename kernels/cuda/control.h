@@ -38,8 +38,8 @@ cudaError_t EnqueueCopyRecords(const ControlState& control, const DeviceLayer* l
                                uint32_t layer_count, const SlotArguments& arguments,
                                const ControlResult* result, cudaStream_t stream);
 
-// Fills what no record owns with 0xff: in the rings of `slot`, unless kNone or a step is open on it,
-// and in pages that became free.
+// Fills what no record owns with 0xff: in the rings of `slot`, unless kNone or a step is open on
+// it, and in pages that became free.
 cudaError_t EnqueuePoison(const ControlState& control, const DeviceLayer* layers,
                           uint32_t layer_count, uint32_t slot, cudaStream_t stream);
 

@@ -101,8 +101,7 @@ SSMD_HOST_DEVICE void KeepFullest(Team& team, uint32_t* flags, const uint32_t* h
   uint32_t last = kHistogramWords - 1;  // the fill at which the limit is reached
   uint64_t left = limit;
   while (histogram[last] <= left) left -= histogram[last--];
-  for (uint32_t i = team.rank(); i < count; i += team.size())
-    ranks[i] = flags[i] && h[i] == last;
+  for (uint32_t i = team.rank(); i < count; i += team.size()) ranks[i] = flags[i] && h[i] == last;
   team.ExclusiveScan(ranks, count);
   for (uint32_t i = team.rank(); i < count; i += team.size())
     flags[i] = flags[i] && (h[i] > last || (h[i] == last && ranks[i] < left));
@@ -245,10 +244,10 @@ SSMD_HOST_DEVICE void PlanStep(Team& team, const ControlState& c, uint32_t step,
       ranks[i] = 0;
       if (plan[i].slot == kNone || plan[i].draft_tokens == 0 || fold[i]) continue;
       const DeviceSlot& slot = c.slots[plan[i].slot];
-      ranks[i] = frees[i] = !HasFlush(slot) && FoldIsDue(slot.tail - slot.base,
-                                                         plan[i].draft_tokens +
-                                                             rule.draft_tokens_max,
-                                                         slot.window, rule);
+      ranks[i] = frees[i] =
+          !HasFlush(slot) &&
+          FoldIsDue(slot.tail - slot.base, plan[i].draft_tokens + rule.draft_tokens_max,
+                    slot.window, rule);
     }
     team.Sync();
     const uint32_t wanted = team.ExclusiveScan(ranks, count);
@@ -396,8 +395,7 @@ SSMD_HOST_DEVICE inline ControlResult RunSlotOp(const ControlState& c, const Slo
       return {};
     case SlotOp::kRollback:
       if (!IsIdle(slot)) return kBroken;
-      if (slot.version != args.version)
-        return {ControlCode::kVersionMismatch, kNone, slot.version};
+      if (slot.version != args.version) return {ControlCode::kVersionMismatch, kNone, slot.version};
       if (!in_window) return outside;
       if (HasFlush(slot) && (slot.flush_to > args.position || slot.flush_born > args.position))
         CancelFlush(c, slot);
@@ -436,8 +434,7 @@ SSMD_HOST_DEVICE inline ControlResult RunSlotOp(const ControlState& c, const Slo
       return {};
     case SlotOp::kBeginImport:
       if (!IsIdle(slot)) return kBroken;
-      if (slot.version != args.version)
-        return {ControlCode::kVersionMismatch, kNone, slot.version};
+      if (slot.version != args.version) return {ControlCode::kVersionMismatch, kNone, slot.version};
       if (c.counters->free == 0) return {ControlCode::kNoPage};
       slot.import_page = TakePage(c);
       return {};

@@ -81,19 +81,19 @@ struct ControlState {
   uint32_t folds_max = 0;
   uint32_t slot_count = 0, page_count = 0, step_count = 0, rows_max = 0;
 
-  DeviceSlot* slots = nullptr;        // [slot_count]
-  uint32_t* page_refs = nullptr;      // [page_count]
-  uint32_t* free_pages = nullptr;     // [page_count]
-  uint32_t* page_freed = nullptr;     // [page_count] 1: free, and not poisoned since
+  DeviceSlot* slots = nullptr;     // [slot_count]
+  uint32_t* page_refs = nullptr;   // [page_count]
+  uint32_t* free_pages = nullptr;  // [page_count]
+  uint32_t* page_freed = nullptr;  // [page_count] 1: free, and not poisoned since
   ControlCounters* counters = nullptr;
-  StepState* step_states = nullptr;   // [step_count]
-  DeviceStep* steps = nullptr;        // [step_count]
-  DeviceRow* rows = nullptr;          // [step_count][rows_max]
-  DevicePlanReport* reports = nullptr;  // [step_count]: of the last plan
+  StepState* step_states = nullptr;         // [step_count]
+  DeviceStep* steps = nullptr;              // [step_count]
+  DeviceRow* rows = nullptr;                // [step_count][rows_max]
+  DevicePlanReport* reports = nullptr;      // [step_count]: of the last plan
   ControlResult* commit_results = nullptr;  // [step_count]
-  uint32_t* scratch = nullptr;        // [kScratchArrays][rows_max] and the histogram
-  DeviceFold* folds = nullptr;        // [rows_max]: background flushes that the last plan started
-  uint32_t* fold_count = nullptr;     // of `folds`
+  uint32_t* scratch = nullptr;              // [kScratchArrays][rows_max] and the histogram
+  DeviceFold* folds = nullptr;     // [rows_max]: background flushes that the last plan started
+  uint32_t* fold_count = nullptr;  // of `folds`
 
   SSMD_HOST_DEVICE DeviceRow* step_rows(uint32_t step) const {
     return rows + uint64_t{step} * rows_max;

@@ -85,9 +85,8 @@ class CudaBackend : public Backend {
     const ControlResult result =
         RunSlotOp({.op = SlotOp::kBeginImport, .slot = ToInt(slot), .version = version});
     if (result.code == ControlCode::kNoPage) {
-      return ErrorWithReason(
-          absl::StatusCode::kResourceExhausted, reason::kNoPage,
-          "ImportState: no page is free; raise capacity.spare_pages or retry");
+      return ErrorWithReason(absl::StatusCode::kResourceExhausted, reason::kNoPage,
+                             "ImportState: no page is free; raise capacity.spare_pages or retry");
     }
     return ToStatus(result, slot, version, 0);
   }
@@ -198,6 +197,7 @@ class CudaBackend : public Backend {
 
   struct StepInfo {
     uint32_t row_count = 0;
+    uint32_t draft_tokens_max = 0;
     uint64_t token_count = 0;
     std::vector<uint32_t> slots;  // of live rows; to poison, else empty
   };
@@ -230,8 +230,9 @@ absl::Status CudaBackend::Init(const BackendSpec& spec, Device* device) {
     for (const Tensor& tensor : TensorsOf({.layer = i}))
       sum += RoundUp(model_->tokens_max() * tensor.token_bytes, 256);
     input_bytes = std::max(input_bytes, sum);
-    output_bytes = std::max<uint64_t>(output_bytes, model_->tokens_max() * shape.head_count *
-                                                        shape.d_v * DtypeBytes(spec.formats.output));
+    output_bytes =
+        std::max<uint64_t>(output_bytes, model_->tokens_max() * shape.head_count * shape.d_v *
+                                             DtypeBytes(spec.formats.output));
     state_elements = std::max<uint64_t>(state_elements, shape.state_elements());
   }
   auto allocate = [&](Buffer& buffer, uint64_t bytes) -> absl::Status {
@@ -262,14 +263,13 @@ absl::Status CudaBackend::ToStatus(const ControlResult& result, SlotIndex slot, 
                                    uint64_t position) {
   switch (result.code) {
     case ControlCode::kVersionMismatch:
-      return ErrorWithReason(absl::StatusCode::kAborted, reason::kVersionMismatch,
-                             absl::StrCat("slot ", ToInt(slot), " has version ", result.a,
-                                          ", expected ", version));
+      return ErrorWithReason(
+          absl::StatusCode::kAborted, reason::kVersionMismatch,
+          absl::StrCat("slot ", ToInt(slot), " has version ", result.a, ", expected ", version));
     case ControlCode::kOutsideWindow:
-      return OutsideWindow(
-          absl::StrCat("position ", position, " is outside the window [", result.a, ", ", result.b,
-                       "]; further back needs a snapshot"),
-          result.a, result.b);
+      return OutsideWindow(absl::StrCat("position ", position, " is outside the window [", result.a,
+                                        ", ", result.b, "]; further back needs a snapshot"),
+                           result.a, result.b);
     default:
       return absl::OkStatus();
   }
@@ -284,6 +284,7 @@ absl::StatusOr<PlanReport> CudaBackend::Plan(const PlanParams& params) {
   for (const PlanRow& row : params.rows) {
     rows.push_back({row.version, ToInt(row.slot), row.draft_tokens});
     info.token_count += row.draft_tokens;
+    info.draft_tokens_max = std::max(info.draft_tokens_max, row.draft_tokens);
     if (spec.poison_garbage && row.slot != kNoSlot) info.slots.push_back(ToInt(row.slot));
   }
   const uint32_t step = ToInt(params.step);
@@ -292,9 +293,9 @@ absl::StatusOr<PlanReport> CudaBackend::Plan(const PlanParams& params) {
   Must(control_staging_.ToDevice(plan_rows_.data(), rows.data(), rows.size() * sizeof(rows[0]),
                                  control_.get()));
   Write(&words_->row_count, info.row_count);
-  Must(model_->EnqueuePlan(step, plan_rows_.as<DevicePlanRow>(), &words_->row_count,
-                           control_.get()),
-       "plan");
+  Must(
+      model_->EnqueuePlan(step, plan_rows_.as<DevicePlanRow>(), &words_->row_count, control_.get()),
+      "plan");
   DevicePlanReport report;
   Read(&report, model_->control().reports + step);
   const ControlResult& result = report.result;
@@ -383,9 +384,9 @@ absl::Status CudaBackend::ReadState(SlotIndex slot, uint32_t index, uint64_t pos
     return ToStatus({ControlCode::kOutsideWindow, kNone, at.base, at.tail}, slot, 0, position);
   }
   Write(&words_->fold, {at.base, position, at.rounding_key, ToInt(slot), at.page, kNone});
-  Must(model_->EnqueueReplay(index, &words_->fold, &words_->one, state_.as<float>(),
-                             control_.get()),
-       "replay");
+  Must(
+      model_->EnqueueReplay(index, &words_->fold, &words_->one, state_.as<float>(), control_.get()),
+      "replay");
   Must(control_staging_.ToHost(state.data(), state_.data(), state.size() * sizeof(float),
                                control_.get()));
   return absl::OkStatus();
@@ -418,8 +419,8 @@ void CudaBackend::EndImport(SlotIndex slot, uint64_t position,
     const Model::Layer& layer = model_->layers()[i];
     if (layer.ring.conv_rows == 0) continue;
     const uint32_t rows = layer.shape.conv_width - 1;
-    const uint64_t row_bytes = uint64_t{layer.shape.conv_channels()} *
-                               DtypeBytes(model_->spec().formats.activation);
+    const uint64_t row_bytes =
+        uint64_t{layer.shape.conv_channels()} * DtypeBytes(model_->spec().formats.activation);
     SSMD_CHECK(windows[i].size() == rows * row_bytes, "window of %zu bytes", windows[i].size());
     for (uint64_t row = 0; row < rows; ++row) {
       if (position + row < rows) continue;  // before position 0: zeros, and no row owns them
@@ -435,10 +436,10 @@ absl::Status CudaBackend::ReadWindow(SlotIndex slot, uint32_t index, uint64_t po
   const Model::Layer& layer = model_->layers()[index];
   const uint32_t rows = layer.shape.conv_width - 1;
   const uint64_t row_bytes = window.size() / rows;
-  SSMD_CHECK(layer.ring.conv_rows > 0 &&
-                 row_bytes == uint64_t{layer.shape.conv_channels()} *
-                                  DtypeBytes(model_->spec().formats.activation),
-             "window of %zu bytes", window.size());
+  SSMD_CHECK(
+      layer.ring.conv_rows > 0 && row_bytes == uint64_t{layer.shape.conv_channels()} *
+                                                   DtypeBytes(model_->spec().formats.activation),
+      "window of %zu bytes", window.size());
   MutexLock lock(&mu_);
   const DeviceSlot at = ReadSlot(slot);
   if (position < at.base || position > at.tail)
@@ -483,7 +484,7 @@ absl::StatusOr<VerifyReport> CudaBackend::Verify(const VerifyParams& params) {
   SSMD_CHECK(params.layer < model_->layers().size(), "layer %u of %zu", params.layer,
              model_->layers().size());
   MutexLock verify_lock(&verify_mu_);
-  uint32_t row_count = 0;
+  uint32_t row_count = 0, draft_tokens_max = 0;
   {
     MutexLock lock(&mu_);
     const StepInfo& info = steps_[ToInt(params.step)];
@@ -491,6 +492,7 @@ absl::StatusOr<VerifyReport> CudaBackend::Verify(const VerifyParams& params) {
                static_cast<unsigned long>(params.token_count),
                static_cast<unsigned long>(info.token_count));
     row_count = info.row_count;
+    draft_tokens_max = info.draft_tokens_max;
   }
   std::vector<const void*> on_device;
   uint64_t at = 0;
@@ -508,7 +510,8 @@ absl::StatusOr<VerifyReport> CudaBackend::Verify(const VerifyParams& params) {
   Model::VerifyArguments arguments{.step = ToInt(params.step),
                                    .layer = params.layer,
                                    .output = output_.data(),
-                                   .poison = poison_.as<uint32_t>()};
+                                   .poison = poison_.as<uint32_t>(),
+                                   .draft_tokens_max = draft_tokens_max};
   if (model_->spec().raw.empty()) {
     arguments.inputs = {on_device[0],
                         on_device[1],
@@ -523,8 +526,8 @@ absl::StatusOr<VerifyReport> CudaBackend::Verify(const VerifyParams& params) {
       cudaMemsetAsync(poison_.data(), 0, row_count * sizeof(uint32_t), verify_.get()));
   SSMD_RETURN_IF_CUDA_ERROR(model_->EnqueueVerify(arguments, verify_.get()));
   const LayerShape& shape = model_->layers()[params.layer].shape;
-  const uint64_t output_bytes = params.token_count * shape.head_count * shape.d_v *
-                                DtypeBytes(model_->spec().formats.output);
+  const uint64_t output_bytes =
+      params.token_count * shape.head_count * shape.d_v * DtypeBytes(model_->spec().formats.output);
   SSMD_RETURN_IF_ERROR(
       verify_staging_.ToHost(params.output, output_.data(), output_bytes, verify_.get()));
   std::vector<uint32_t> flags(row_count);

@@ -10,10 +10,10 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/device.h"
 
-#define SSMD_RETURN_IF_CUDA_ERROR(expression)                                              \
-  do {                                                                                     \
-    if (const cudaError_t ssmd_error = (expression); ssmd_error != cudaSuccess)            \
-      return ::ssmd::cuda::CudaStatus(ssmd_error, #expression);                            \
+#define SSMD_RETURN_IF_CUDA_ERROR(expression)                                   \
+  do {                                                                          \
+    if (const cudaError_t ssmd_error = (expression); ssmd_error != cudaSuccess) \
+      return ::ssmd::cuda::CudaStatus(ssmd_error, #expression);                 \
   } while (0)
 
 namespace ssmd::cuda {
@@ -79,9 +79,8 @@ class Stream {
     int least = 0, greatest = 0;
     SSMD_RETURN_IF_CUDA_ERROR(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     Stream stream;
-    SSMD_RETURN_IF_CUDA_ERROR(
-        cudaStreamCreateWithPriority(&stream.stream_, cudaStreamNonBlocking,
-                                     priority == Priority::kHigh ? greatest : least));
+    SSMD_RETURN_IF_CUDA_ERROR(cudaStreamCreateWithPriority(
+        &stream.stream_, cudaStreamNonBlocking, priority == Priority::kHigh ? greatest : least));
     return stream;
   }
   Stream(Stream&& other) noexcept { *this = std::move(other); }

@@ -73,7 +73,8 @@ absl::Status Model::Allocate(T*& array, uint64_t count, Device* budget) {
 absl::Status Model::Init(const BackendSpec& spec, Device* budget) {
   spec_ = spec;
   for (size_t i = 0; i < spec.layers.size(); ++i)
-    SSMD_RETURN_IF_ERROR(InitLayer(spec.layers[i], spec.raw.empty() ? nullptr : &spec.raw[i], budget));
+    SSMD_RETURN_IF_ERROR(
+        InitLayer(spec.layers[i], spec.raw.empty() ? nullptr : &spec.raw[i], budget));
   std::vector<DeviceLayer> layers;
   for (const Layer& layer : layers_) {
     layers.push_back({.ring = layer.ring,
@@ -86,9 +87,8 @@ absl::Status Model::Init(const BackendSpec& spec, Device* budget) {
                       .channelwise = layer.shape.family == Family::kKda});
   }
   SSMD_RETURN_IF_ERROR(Allocate(device_layers_, layers.size(), budget));
-  SSMD_RETURN_IF_CUDA_ERROR(cudaMemcpy(device_layers_, layers.data(),
-                                       layers.size() * sizeof(DeviceLayer),
-                                       cudaMemcpyHostToDevice));
+  SSMD_RETURN_IF_CUDA_ERROR(cudaMemcpy(
+      device_layers_, layers.data(), layers.size() * sizeof(DeviceLayer), cudaMemcpyHostToDevice));
   SSMD_RETURN_IF_ERROR(Allocate(work_counter_, 1, budget));
   if (!spec.raw.empty()) SSMD_RETURN_IF_ERROR(InitRawScratch(budget));
   SSMD_RETURN_IF_ERROR(InitControl(budget));
@@ -100,13 +100,11 @@ absl::Status Model::Init(const BackendSpec& spec, Device* budget) {
 }
 
 absl::Status Model::InitLayer(const LayerShape& shape, const RawParameters* raw, Device* budget) {
-  const VerifyKernel* kernel =
-      FindVerifyKernel(shape, spec_.formats, spec_.rule.draft_tokens_max);
-  if (kernel == nullptr || !GeneralSupports(shape, spec_.formats, 0)) {
+  if (!GeneralSupports(shape, spec_.formats, spec_.rule.draft_tokens_max)) {
     return absl::UnimplementedError(absl::StrCat(
         "cuda backend: ", FamilyName(shape.family), " with checkpoint formats ",
         DtypeName(spec_.formats.checkpoint_hp), "/", DtypeName(spec_.formats.checkpoint_lp),
-        "; fp32 or fp16 are built, and fp16 for reads beside them with mamba2"));
+        "; fp32 or fp16, with fp16 or none for reads, are built"));
   }
   Layer layer{.shape = shape,
               .page = MakePageLayout(shape, spec_.formats),
@@ -114,8 +112,7 @@ absl::Status Model::InitLayer(const LayerShape& shape, const RawParameters* raw,
               .pages = {},
               .rings = {},
               .raw_parameters = {},
-              .raw = {},
-              .kernel = kernel};
+              .raw = {}};
   layer.record_bytes = RecordBytes(shape, layer.ring);
   const uint64_t page_bytes = spec_.page_count * layer.page.page_bytes;
   const uint64_t ring_bytes = spec_.slot_count * layer.ring.slot_bytes;
@@ -237,15 +234,22 @@ cudaError_t Model::EnqueueVerify(const VerifyArguments& arguments, cudaStream_t 
                       .step = control_.steps + arguments.step,
                       .rows = control_.step_rows(arguments.step),
                       .rows_max = spec_.rows_max,
-                      .draft_tokens_max = spec_.rule.draft_tokens_max,
+                      .draft_tokens_max = arguments.draft_tokens_max != 0
+                                              ? arguments.draft_tokens_max
+                                              : spec_.rule.draft_tokens_max,
+                      .rows_settled = arguments.rows_settled,
                       .inputs = arguments.inputs,
                       .output = arguments.output,
                       .poison = arguments.poison,
                       .work_counter = work_counter_,
                       .rounding_seed = spec_.rounding_seed,
                       .layer = arguments.layer};
-  const VerifyKernel& kernel = arguments.kernel != nullptr ? *arguments.kernel : *layer.kernel;
-  if (spec_.raw.empty()) return kernel.enqueue(launch, stream);
+  auto run = [&] {
+    const VerifyKernel* kernel =
+        arguments.kernel != nullptr ? arguments.kernel : FindVerifyKernel(launch);
+    return kernel == nullptr ? cudaErrorNotSupported : kernel->enqueue(launch, stream);
+  };
+  if (spec_.raw.empty()) return run();
 
   RawLaunch raw{.shape = layer.shape,
                 .formats = spec_.formats,
@@ -259,6 +263,7 @@ cudaError_t Model::EnqueueVerify(const VerifyArguments& arguments, cudaStream_t 
                 .outputs = raw_outputs_,
                 .poison = arguments.poison};
   if (const cudaError_t error = EnqueuePrepare(raw, stream); error != cudaSuccess) return error;
+  launch.rows_settled = false;
   launch.inputs = {raw_outputs_.q, raw_outputs_.k, raw_outputs_.v, raw_outputs_.log_alpha};
   if (layer.shape.is_delta_rule()) {
     launch.inputs.beta = raw_outputs_.beta;
@@ -270,7 +275,7 @@ cudaError_t Model::EnqueueVerify(const VerifyArguments& arguments, cudaStream_t 
     launch.formats.output = Dtype::kFp32;
     launch.output = raw_sum_;
   }
-  if (const cudaError_t error = kernel.enqueue(launch, stream); error != cudaSuccess) return error;
+  if (const cudaError_t error = run(); error != cudaSuccess) return error;
   return skips ? EnqueueSkip(raw, raw_sum_, arguments.output, stream) : cudaSuccess;
 }
 

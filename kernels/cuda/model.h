@@ -38,8 +38,7 @@ class Model {
     PageLayout page;
     DeviceRingLayout ring;
     Buffer pages, rings, raw_parameters;
-    DeviceRawLayer raw;  // raw form
-    const VerifyKernel* kernel = nullptr;
+    DeviceRawLayer raw;         // raw form
     uint64_t record_bytes = 0;  // of one token, padding included
     std::byte* PageAt(uint32_t page_index) const {
       return pages.data() + page_index * page.page_bytes;
@@ -55,9 +54,7 @@ class Model {
   const std::vector<Layer>& layers() const { return layers_; }
   const ControlState& control() const { return control_; }
   const DeviceLayer* device_layers() const { return device_layers_; }
-  uint64_t tokens_max() const {
-    return uint64_t{spec_.rows_max} * spec_.rule.draft_tokens_max;
-  }
+  uint64_t tokens_max() const { return uint64_t{spec_.rows_max} * spec_.rule.draft_tokens_max; }
 
   // Makes steps of index `step` of the rows in device memory.
   cudaError_t EnqueuePlan(uint32_t step, const DevicePlanRow* rows, const uint32_t* row_count,
@@ -70,7 +67,9 @@ class Model {
     RawInputs raw;        // raw form
     void* output = nullptr;
     uint32_t* poison = nullptr;            // [rows_max] PoisonFlags, or-ed
-    const VerifyKernel* kernel = nullptr;  // null: the layer's own
+    uint32_t draft_tokens_max = 0;         // of this step; 0: not known, so the registration's
+    bool rows_settled = false;             // as in VerifyLaunch; post_conv form
+    const VerifyKernel* kernel = nullptr;  // null: the first that can
   };
   cudaError_t EnqueueVerify(const VerifyArguments& arguments, cudaStream_t stream);
 

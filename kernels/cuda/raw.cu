@@ -64,8 +64,8 @@ __device__ Segment SegmentOf(const RawLaunch& launch, uint32_t index) {
 __device__ bool Convolve(const RawLaunch& launch, const DeviceRow& row, const Segment& segment) {
   const LayerShape& shape = launch.shape;
   const Dtype dtype = launch.formats.activation;
-  const uint32_t w = shape.conv_width, channels = shape.head_count * shape.d_v +
-                                                  2 * shape.key_group_count * shape.d_k;
+  const uint32_t w = shape.conv_width,
+                 channels = shape.head_count * shape.d_v + 2 * shape.key_group_count * shape.d_k;
   const uint32_t c = segment.first + threadIdx.x;
   const bool active = threadIdx.x < segment.count;
   std::byte* ring = launch.rings + uint64_t{row.slot} * launch.ring.slot_bytes;
@@ -104,7 +104,8 @@ __device__ bool Convolve(const RawLaunch& launch, const DeviceRow& row, const Se
       const float squares = BlockSum(active ? y * y : 0.0f);
       y = y / sqrtf(squares + kNormEpsilon) * segment.norm_factor;
     }
-    if (active) StoreAs(dtype, segment.to, token * segment.columns + segment.column + threadIdx.x, y);
+    if (active)
+      StoreAs(dtype, segment.to, token * segment.columns + segment.column + threadIdx.x, y);
   }
   return good;
 }

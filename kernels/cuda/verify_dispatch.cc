@@ -4,17 +4,24 @@
 
 namespace ssmd::cuda {
 
+namespace {
+
+bool GeneralSupportsLaunch(const VerifyLaunch& launch) {
+  return GeneralSupports(launch.shape, launch.formats, launch.draft_tokens_max);
+}
+
+}  // namespace
+
 absl::Span<const VerifyKernel> VerifyKernels() {
   static constexpr VerifyKernel kKernels[] = {
-      {"general", GeneralSupports, EnqueueVerifyGeneral},
+      {"general", GeneralSupportsLaunch, EnqueueVerifyGeneral},
   };
   return kKernels;
 }
 
-const VerifyKernel* FindVerifyKernel(const LayerShape& shape, const Formats& formats,
-                                     uint32_t draft_tokens_max) {
+const VerifyKernel* FindVerifyKernel(const VerifyLaunch& launch) {
   for (const VerifyKernel& kernel : VerifyKernels()) {
-    if (kernel.supports(shape, formats, draft_tokens_max)) return &kernel;
+    if (kernel.supports(launch)) return &kernel;
   }
   return nullptr;
 }

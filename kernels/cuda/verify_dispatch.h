@@ -10,8 +10,9 @@ namespace ssmd::cuda {
 // tests/testing/tolerance.h; tests iterate the table.
 struct VerifyKernel {
   const char* name;
-  // True for a layer that it can run with any rows of at most `draft_tokens_max` drafts.
-  bool (*supports)(const LayerShape& shape, const Formats& formats, uint32_t draft_tokens_max);
+  // True when it can run the launch, whatever its rows; decided by what the host knows of it:
+  // shape, formats, rule, draft_tokens_max.
+  bool (*supports)(const VerifyLaunch& launch);
   // Enqueues one layer of one step: no allocation, no synchronisation, capturable. Handles rows of
   // any T, padding rows (zeros), rows that fold, and reads how many rows there are on the device.
   cudaError_t (*enqueue)(const VerifyLaunch& launch, cudaStream_t stream);
@@ -20,8 +21,7 @@ struct VerifyKernel {
 // In order of preference; the general version is last.
 absl::Span<const VerifyKernel> VerifyKernels();
 
-// The first that supports the layer, or null.
-const VerifyKernel* FindVerifyKernel(const LayerShape& shape, const Formats& formats,
-                                     uint32_t draft_tokens_max);
+// The first that supports the launch, or null.
+const VerifyKernel* FindVerifyKernel(const VerifyLaunch& launch);
 
 }  // namespace ssmd::cuda

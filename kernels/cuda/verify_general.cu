@@ -7,6 +7,7 @@
 //   LoadState, LoadDrafts   the tile; q and k to shared memory; the drafts' records appended
 //   Weigh...                W, A and the decayed vectors, per decay kind
 //   ReadState               S x~
+//   Rederive                u of the committed records from HP (two precisions, delta rules)
 //   AddRecords              + W u, A u of the committed records
 //   SolveDrafts             u of the drafts, rounded and appended (delta rules)
 //   WriteOutputs
@@ -26,12 +27,19 @@ static_assert(kThreads >= kDimMax, "a thread per key channel");
 constexpr uint32_t kKeyChunk = 16;  // KDA: decayed keys in shared memory at a time
 constexpr uint32_t kBlocksPerSm = 8;
 
+// Rows that read HP then get u of the committed records from it: what was recorded was computed
+// against LP.
+__host__ __device__ inline bool Rederives(const LayerShape& shape, const Formats& formats) {
+  return shape.family != Family::kMamba2 && formats.checkpoint_lp != Dtype::kNone;
+}
+
 // Offsets into dynamic shared memory, in bytes. h + T never exceeds R.
 struct SharedLayout {
-  uint32_t log_decay, x, decayed_x, weight, sum, draft_u, keys, bytes;
+  uint32_t log_decay, x, decayed_x, weight, sum, draft_u, keys, record_u, record_weight, bytes;
 
-  __host__ __device__ static SharedLayout Make(const LayerShape& shape, uint32_t ring_records,
-                                               uint32_t draft_tokens) {
+  __host__ __device__ static SharedLayout Make(const LayerShape& shape, const Formats& formats,
+                                               uint32_t ring_records, uint32_t draft_tokens) {
+    const bool rederives = Rederives(shape, formats);
     const bool channelwise = shape.family == Family::kKda;
     const uint32_t vectors = shape.family == Family::kMamba2 ? draft_tokens : 2 * draft_tokens;
     SharedLayout at{};
@@ -47,6 +55,8 @@ struct SharedLayout {
     at.sum = place(vectors * kTileRows * 4);
     at.draft_u = place(draft_tokens * kTileRows * 4);
     at.keys = place(channelwise ? kKeyChunk * shape.d_k * 4 : 0);
+    at.record_u = place(rederives ? ring_records * kTileRows * 4 : 0);
+    at.record_weight = place(rederives ? kWarps * ring_records * 4 : 0);
     return at;
   }
 };
@@ -59,26 +69,31 @@ struct Records {
   Dtype activation, value_dtype;
   uint32_t head, group, lane_head;  // lane_head: of the group
   uint64_t base;
+  uint32_t tile;
+  const float* rederived = nullptr;  // [record][row of the tile]: u in place of the recorded ones
 
   __device__ uint32_t Row(uint64_t j) const {
     return static_cast<uint32_t>((base + j) % ring.ring_records);
   }
   __device__ std::byte* At(const RingRuns& runs, uint32_t run, uint64_t j) const {
-    return slot + runs.offset_bytes +
-           (uint64_t{run} * ring.ring_records + Row(j)) * runs.row_bytes;
+    return slot + runs.offset_bytes + (uint64_t{run} * ring.ring_records + Row(j)) * runs.row_bytes;
   }
   __device__ std::byte* Key(uint64_t j) const { return At(ring.key, group, j); }
   __device__ std::byte* Value(uint64_t j) const { return At(ring.value, head, j); }
+  __device__ std::byte* Target(uint64_t j) const { return At(ring.target, head, j); }
+  __device__ float* Beta(uint64_t j) const {
+    return reinterpret_cast<float*>(At(ring.beta, group, j)) + lane_head;
+  }
   __device__ float* LogAlpha(uint64_t j) const {
-    if (shape.family == Family::kKda)
-      return reinterpret_cast<float*>(At(ring.log_alpha, head, j));
+    if (shape.family == Family::kKda) return reinterpret_cast<float*>(At(ring.log_alpha, head, j));
     return reinterpret_cast<float*>(At(ring.log_alpha, group, j)) + lane_head;
   }
   __device__ float* ValueScale(uint64_t j) const {
     return reinterpret_cast<float*>(At(ring.value_scale, group, j)) + lane_head;
   }
-  // u of a committed record; Mamba-2: dt * x.
+  // u of a committed record; Mamba-2: dt * x. v is in the tile.
   __device__ float U(uint64_t j, uint32_t v) const {
+    if (rederived != nullptr) return rederived[j * kTileRows + v % kTileRows];
     const float value = LoadAs(value_dtype, Value(j), v);
     return shape.family == Family::kMamba2 ? *ValueScale(j) * value : value;
   }
@@ -86,18 +101,18 @@ struct Records {
 
 __device__ Records MakeRecords(const LayerShape& shape, const Formats& formats,
                                const DeviceRingLayout& ring, const std::byte* rings, uint32_t slot,
-                               uint32_t head, uint64_t base) {
+                               uint32_t head, uint32_t tile, uint64_t base) {
   const uint32_t heads_per_group = shape.head_count / shape.key_group_count;
   return {.shape = shape,
           .ring = ring,
           .slot = const_cast<std::byte*>(rings) + uint64_t{slot} * ring.slot_bytes,
           .activation = formats.activation,
-          .value_dtype =
-              shape.family == Family::kMamba2 ? formats.activation : formats.correction,
+          .value_dtype = shape.family == Family::kMamba2 ? formats.activation : formats.correction,
           .head = head,
           .group = head / heads_per_group,
           .lane_head = head % heads_per_group,
-          .base = base};
+          .base = base,
+          .tile = tile};
 }
 
 __device__ float WarpSum(float value) {
@@ -174,15 +189,104 @@ __device__ double SumOfChannel(const Records& records, uint32_t count, uint32_t 
   return sum;
 }
 
+// The dot product of a warp.
+template <uint32_t kVectors>
+__device__ float DotOf(const float4 (&a)[kVectors], const float4 (&b)[kVectors]) {
+  float sum = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < kVectors; ++i) sum = Dot(a[i], b[i], sum);
+  return WarpSum(sum);
+}
+
+template <uint32_t kVectors>
+__device__ void LoadKey(const Records& records, uint32_t j, float4 (&key)[kVectors]) {
+#pragma unroll
+  for (uint32_t i = 0; i < kVectors; ++i)
+    key[i] = Element(i) < records.shape.d_k
+                 ? LoadFourAs(records.activation, records.Key(j), Element(i))
+                 : float4{0, 0, 0, 0};
+}
+
+__device__ float4 DecayFour(const float4& a, const float* log_alpha) {
+  return {a.x * DecayOf(log_alpha[0]), a.y * DecayOf(log_alpha[1]), a.z * DecayOf(log_alpha[2]),
+          a.w * DecayOf(log_alpha[3])};
+}
+
+// u_j = beta_j (v_j - S k~_j - sum_{i < j} u_i A_ij) for the first `count` records, into
+// u[j][row of the tile]; FP32, never rounded. `weight`: kWarps rows of R. Called by the whole
+// block.
+template <uint32_t kVectors>
+__device__ void Rederive(const Records& records, uint32_t count, const double* log_decay,
+                         float* keys, const StateRows<kVectors>& state, float* u, float* weight) {
+  const LayerShape& shape = records.shape;
+  const uint32_t d_k = shape.d_k, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool channelwise = shape.family == Family::kKda;
+  double prefix = 0;                                             // of the thread's channel
+  for (uint32_t first = 0; first < count; first += kKeyChunk) {  // S k~_j
+    const uint32_t end = min(first + kKeyChunk, count);
+    __syncthreads();
+    for (uint32_t j = first; channelwise && threadIdx.x < d_k && j < end; ++j) {
+      prefix += records.LogAlpha(j)[threadIdx.x];
+      keys[(j - first) * d_k + threadIdx.x] =
+          LoadAs(records.activation, records.Key(j), threadIdx.x) * DecayOf(prefix);
+    }
+    __syncthreads();
+    for (uint32_t j = first; j < end; ++j) {
+      float4 key[kVectors];
+      LoadKey(records, j, key);
+#pragma unroll
+      for (uint32_t i = 0; i < kVectors; ++i) {
+        if (channelwise && Element(i) < d_k)
+          key[i] = *reinterpret_cast<const float4*>(keys + (j - first) * d_k + Element(i));
+      }
+      const float decay = channelwise ? 1.0f : DecayOf(log_decay[j]);
+#pragma unroll
+      for (uint32_t r = 0; r < kRowsPerWarp; ++r) {
+        const float dot = DotOf(state.value[r], key);
+        if (lane == 0) u[j * kTileRows + warp * kRowsPerWarp + r] = dot * decay;
+      }
+    }
+  }
+  const uint32_t v = records.tile * kTileRows + lane, stride = records.ring.ring_records;
+  for (uint32_t first = 0; first < count; first += kWarps) {
+    const uint32_t j = first + warp;
+    if (j < count) {  // A_ij of one j
+      float4 walked[kVectors];
+      LoadKey(records, j, walked);
+      for (uint32_t i = j; i-- > 0;) {
+#pragma unroll
+        for (uint32_t e = 0; e < kVectors; ++e) {
+          if (channelwise && Element(e) < d_k)
+            walked[e] = DecayFour(walked[e], records.LogAlpha(i + 1) + Element(e));
+        }
+        float4 key[kVectors];
+        LoadKey(records, i, key);
+        const float dot = DotOf(walked, key);
+        const float decay = channelwise ? 1.0f : DecayOf(log_decay[j] - log_decay[i]);
+        if (lane == 0) weight[warp * stride + i] = dot * decay;
+      }
+    }
+    __syncthreads();
+    for (uint32_t at = first; warp == 0 && v < shape.d_v && at < min(first + kWarps, count); ++at) {
+      float read = u[at * kTileRows + lane];
+      for (uint32_t i = 0; i < at; ++i)
+        read = fmaf(weight[(at - first) * stride + i], u[i * kTileRows + lane], read);
+      u[at * kTileRows + lane] =
+          *records.Beta(at) * (LoadAs(records.activation, records.Target(at), v) - read);
+    }
+    __syncthreads();
+  }
+}
+
 // S' = gamma S + sum_{j < count} (gamma_{j+1:count} u_j) k_j^T, in place. log_decay: scalar decays.
 // `keys`: kKeyChunk rows of shared memory, channelwise decays. Returns false when a value left its
 // format's range. Called by the whole block.
 template <uint32_t kVectors>
-__device__ bool FoldAndStore(const Records& records, uint32_t count, uint32_t tile,
-                             const double* log_decay, float* keys, StateRows<kVectors>& state,
+__device__ bool FoldAndStore(const Records& records, uint32_t count, const double* log_decay,
+                             float* keys, StateRows<kVectors>& state,
                              const CheckpointTarget& target) {
   const LayerShape& shape = records.shape;
-  const uint32_t d_k = shape.d_k, first_row = FirstRow(tile);
+  const uint32_t d_k = shape.d_k, first_row = FirstRow(records.tile);
   auto fold_record = [&](uint32_t j, float decay, auto&& key_at) {
     float4 key[kVectors];
 #pragma unroll
@@ -245,8 +349,8 @@ __device__ bool FoldAndStore(const Records& records, uint32_t count, uint32_t ti
 #pragma unroll
     for (uint32_t i = 0; i < kVectors; ++i) {
       if (Element(i) >= d_k) continue;
-      const uint64_t element = (uint64_t{records.head} * shape.d_v + first_row + r) * d_k +
-                               Element(i);
+      const uint64_t element =
+          (uint64_t{records.head} * shape.d_v + first_row + r) * d_k + Element(i);
       good = target.StoreFour(element, state.value[r][i]) && good;
     }
   }
@@ -283,7 +387,8 @@ struct VerifyItem {
   const uint32_t d_k = shape.d_k, d_v = shape.d_v;
   const bool delta_rule = shape.family != Family::kMamba2;
   const bool channelwise = shape.family == Family::kKda;
-  const uint32_t vectors = delta_rule ? 2 * T : T;  // q_1..q_T, k_1..k_T
+  const bool records_targets = Rederives(shape, formats);
+  const uint32_t vectors = delta_rule ? 2 * T : T;   // q_1..q_T, k_1..k_T
   const uint32_t stride = launch.ring.ring_records;  // of `weight`
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   uint32_t flags = kPoisonNone;
@@ -335,7 +440,9 @@ struct VerifyItem {
     if (threadIdx.x < T) {
       const uint32_t s = threadIdx.x;
       if (delta_rule) {
-        FlagUnless(IsFinite(launch.inputs.beta[TokenHead(s)]), kPoisonInput);
+        const float beta = launch.inputs.beta[TokenHead(s)];
+        FlagUnless(IsFinite(beta), kPoisonInput);
+        if (tile == 0 && records_targets) *records.Beta(h + s) = beta;
       } else {
         FlagUnless(IsFinite(DraftValueScale(s)), kPoisonInput);
         if (tile == 0) *records.ValueScale(h + s) = DraftValueScale(s);
@@ -346,6 +453,7 @@ struct VerifyItem {
       if (v >= d_v) continue;
       const float value = LoadAs(activation, launch.inputs.v, TokenHead(s) * d_v + v);
       FlagUnless(IsFinite(value), kPoisonInput);
+      if (records_targets) StoreAs(activation, records.Target(h + s), v, value);
       if (delta_rule) continue;
       StoreAs(activation, records.Value(h + s), v, value);
       draft_u()[i] = DraftValueScale(s) * value;
@@ -410,9 +518,7 @@ struct VerifyItem {
 #pragma unroll
         for (uint32_t i = 0; i < kVectors; ++i) {
           if (Element(i) >= d_k) continue;
-          const float* log_alpha = DraftLogAlpha(j) + Element(i);
-          walked[i] = {walked[i].x * DecayOf(log_alpha[0]), walked[i].y * DecayOf(log_alpha[1]),
-                       walked[i].z * DecayOf(log_alpha[2]), walked[i].w * DecayOf(log_alpha[3])};
+          walked[i] = DecayFour(walked[i], DraftLogAlpha(j) + Element(i));
         }
       }
     }
@@ -426,9 +532,9 @@ struct VerifyItem {
         float4 key[kVectors];
 #pragma unroll
         for (uint32_t i = 0; i < kVectors; ++i)
-          key[i] = Element(i) < d_k ? *reinterpret_cast<const float4*>(
-                                          keys() + (j - first) * d_k + Element(i))
-                                    : float4{0, 0, 0, 0};
+          key[i] = Element(i) < d_k
+                       ? *reinterpret_cast<const float4*>(keys() + (j - first) * d_k + Element(i))
+                       : float4{0, 0, 0, 0};
         for (uint32_t m = 0; m < vectors; ++m) {
           const float dot = DotOf(key, decayed_x() + m * d_k);
           if (lane == 0) weight()[m * stride + j] = dot;
@@ -510,7 +616,8 @@ __device__ void WriteZeros(const VerifyLaunch& launch, const DeviceRow& row, uin
 }
 
 template <uint32_t kVectors>
-__global__ void __launch_bounds__(kThreads) VerifyKernel(__grid_constant__ const VerifyLaunch launch) {
+__global__ void __launch_bounds__(kThreads)
+    VerifyKernel(__grid_constant__ const VerifyLaunch launch) {
   extern __shared__ __align__(16) std::byte shared[];
   const LayerShape& shape = launch.shape;
   const Formats& formats = launch.formats;
@@ -518,7 +625,7 @@ __global__ void __launch_bounds__(kThreads) VerifyKernel(__grid_constant__ const
   const uint32_t per_row = shape.head_count * tiles;
   const uint64_t items = uint64_t{launch.step->row_count} * per_row;
   const SharedLayout at =
-      SharedLayout::Make(shape, launch.ring.ring_records, launch.draft_tokens_max);
+      SharedLayout::Make(shape, formats, launch.ring.ring_records, launch.draft_tokens_max);
   for (uint64_t i = blockIdx.x; i < items; i += gridDim.x) {
     const DeviceRow& row = launch.rows[i / per_row];
     const uint32_t head = i % per_row / tiles, tile = i % tiles;
@@ -535,8 +642,8 @@ __global__ void __launch_bounds__(kThreads) VerifyKernel(__grid_constant__ const
               {page + (reads_lp ? launch.page.lp_offset_bytes : 0),
                reads_lp ? formats.checkpoint_lp : formats.checkpoint_hp},
               head, tile, state);
-    const Records records =
-        MakeRecords(shape, formats, launch.ring, launch.rings, row.slot, head, row.base);
+    Records records =
+        MakeRecords(shape, formats, launch.ring, launch.rings, row.slot, head, tile, row.base);
     VerifyItem<kVectors> item{.launch = launch,
                               .row = row,
                               .records = records,
@@ -555,6 +662,12 @@ __global__ void __launch_bounds__(kThreads) VerifyKernel(__grid_constant__ const
     }
     __syncthreads();
     item.ReadState(state);
+    if (folds && item.records_targets) {
+      auto* u = reinterpret_cast<float*>(shared + at.record_u);
+      Rederive(records, item.h, item.log_decay(), item.keys(), state, u,
+               reinterpret_cast<float*>(shared + at.record_weight));
+      records.rederived = u;
+    }
     __syncthreads();
     item.AddRecords();
     __syncthreads();
@@ -568,9 +681,8 @@ __global__ void __launch_bounds__(kThreads) VerifyKernel(__grid_constant__ const
           MakeTarget(shape, formats, launch.page,
                      launch.pages + uint64_t{row.target_page} * launch.page.page_bytes,
                      {launch.rounding_seed, row.rounding_key, launch.layer, row.fold_to});
-      const bool good =
-          FoldAndStore(records, static_cast<uint32_t>(row.fold_to - row.base), tile,
-                       item.log_decay(), item.keys(), state, target);
+      const bool good = FoldAndStore(records, static_cast<uint32_t>(row.fold_to - row.base),
+                                     item.log_decay(), item.keys(), state, target);
       item.FlagUnless(good, kPoisonOverflow);
     }
     const uint32_t flags = __reduce_or_sync(0xffffffffu, item.flags);
@@ -586,22 +698,21 @@ __global__ void __launch_bounds__(kThreads) FoldKernel(__grid_constant__ const F
   const uint32_t tiles = (shape.d_v + kTileRows - 1) / kTileRows;
   const uint32_t per_fold = shape.head_count * tiles;
   const uint64_t items = uint64_t{*launch.count} * per_fold;
-  const SharedLayout at = SharedLayout::Make(shape, launch.ring.ring_records, 0);
+  const SharedLayout at = SharedLayout::Make(shape, launch.formats, launch.ring.ring_records, 0);
   auto* log_decay = reinterpret_cast<double*>(shared + at.log_decay);
   auto* keys = reinterpret_cast<float*>(shared + at.keys);
   for (uint64_t i = blockIdx.x; i < items; i += gridDim.x) {
     const DeviceFold& fold = launch.folds[i / per_fold];
     const uint32_t head = i % per_fold / tiles, tile = i % tiles;
     const auto count = static_cast<uint32_t>(fold.to - fold.from);
-    const Records records = MakeRecords(shape, launch.formats, launch.ring, launch.rings,
-                                        fold.slot, head, fold.from);
+    Records records = MakeRecords(shape, launch.formats, launch.ring, launch.rings, fold.slot, head,
+                                  tile, fold.from);
     StateRows<kVectors> state;
     LoadState(shape,
               {launch.pages + uint64_t{fold.source_page} * launch.page.page_bytes,
                launch.formats.checkpoint_hp},
               head, tile, state);
-    if (shape.family != Family::kKda)
-      SumLogDecays(records, count, count, nullptr, 0, log_decay);
+    if (shape.family != Family::kKda) SumLogDecays(records, count, count, nullptr, 0, log_decay);
     __syncthreads();
     CheckpointTarget target;
     if (launch.replay != nullptr) {
@@ -616,8 +727,14 @@ __global__ void __launch_bounds__(kThreads) FoldKernel(__grid_constant__ const F
                           launch.pages + uint64_t{fold.target_page} * launch.page.page_bytes,
                           {launch.rounding_seed, fold.rounding_key, launch.layer, fold.to});
     }
+    if (Rederives(shape, launch.formats)) {
+      auto* u = reinterpret_cast<float*>(shared + at.record_u);
+      Rederive(records, count, log_decay, keys, state, u,
+               reinterpret_cast<float*>(shared + at.record_weight));
+      records.rederived = u;
+    }
     // What leaves its format's range poisons the steps that read the page.
-    FoldAndStore(records, count, tile, log_decay, keys, state, target);
+    FoldAndStore(records, count, log_decay, keys, state, target);
     __syncthreads();
   }
 }
@@ -626,7 +743,8 @@ __global__ void StoreStateKernel(__grid_constant__ const StoreStateLaunch launch
   const CheckpointTarget target =
       MakeTarget(launch.shape, launch.formats, launch.page,
                  launch.pages + uint64_t{launch.target} * launch.page.page_bytes, launch.rounding);
-  const uint64_t fours = uint64_t{launch.shape.head_count} * launch.shape.d_v * launch.shape.d_k / 4;
+  const uint64_t fours =
+      uint64_t{launch.shape.head_count} * launch.shape.d_v * launch.shape.d_k / 4;
   for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < fours;
        i += uint64_t{gridDim.x} * blockDim.x) {
     target.StoreFour(4 * i, reinterpret_cast<const float4*>(launch.state)[i]);
@@ -675,24 +793,24 @@ uint64_t ItemsPerRow(const LayerShape& shape) {
 }  // namespace
 
 bool GeneralSupports(const LayerShape& shape, const Formats& formats, uint32_t draft_tokens_max) {
-  const bool lp = formats.checkpoint_lp != Dtype::kNone;
-  if (formats.checkpoint_hp != Dtype::kFp32 && formats.checkpoint_hp != Dtype::kFp16) return false;
-  // With two precisions a delta rule must re-derive its corrections from HP.
-  if (lp && (formats.checkpoint_lp != Dtype::kFp16 || shape.is_delta_rule())) return false;
-  return shape.d_k % 16 == 0 && shape.d_k <= kDimMax && shape.d_v % 8 == 0 &&
+  const Dtype hp = formats.checkpoint_hp, lp = formats.checkpoint_lp;
+  return (hp == Dtype::kFp32 || hp == Dtype::kFp16) && (lp == Dtype::kNone || lp == Dtype::kFp16) &&
+         shape.d_k % 16 == 0 && shape.d_k <= kDimMax && shape.d_v % 8 == 0 &&
          shape.d_v <= kDimMax && draft_tokens_max <= kDraftTokensMax;
 }
 
 cudaError_t EnqueueVerifyGeneral(const VerifyLaunch& launch, cudaStream_t stream) {
-  const uint32_t shared = SharedLayout::Make(launch.shape, launch.ring.ring_records,
-                                             launch.draft_tokens_max).bytes;
+  const uint32_t shared = SharedLayout::Make(launch.shape, launch.formats, launch.ring.ring_records,
+                                             launch.draft_tokens_max)
+                              .bytes;
   const uint64_t items = launch.rows_max * ItemsPerRow(launch.shape);
   return launch.shape.d_k <= 128 ? Start(VerifyKernel<1>, launch, items, shared, stream)
                                  : Start(VerifyKernel<2>, launch, items, shared, stream);
 }
 
 cudaError_t EnqueueFold(const FoldLaunch& launch, cudaStream_t stream) {
-  const uint32_t shared = SharedLayout::Make(launch.shape, launch.ring.ring_records, 0).bytes;
+  const uint32_t shared =
+      SharedLayout::Make(launch.shape, launch.formats, launch.ring.ring_records, 0).bytes;
   const uint64_t items = launch.folds_max * ItemsPerRow(launch.shape);
   return launch.shape.d_k <= 128 ? Start(FoldKernel<1>, launch, items, shared, stream)
                                  : Start(FoldKernel<2>, launch, items, shared, stream);

@@ -20,10 +20,10 @@ struct FoldLaunch {
   DeviceRingLayout ring;
   std::byte* pages = nullptr;
   const std::byte* rings = nullptr;
-  const DeviceFold* folds = nullptr;   // device
-  const uint32_t* count = nullptr;     // device
-  uint32_t folds_max = 0;              // bounds the grid
-  float* replay = nullptr;             // not null: FP32 [head, d_v, d_k], in place of target pages
+  const DeviceFold* folds = nullptr;  // device
+  const uint32_t* count = nullptr;    // device
+  uint32_t folds_max = 0;             // bounds the grid
+  float* replay = nullptr;            // not null: FP32 [head, d_v, d_k], in place of target pages
   uint64_t rounding_seed = 0;
   uint32_t layer = 0;
 };

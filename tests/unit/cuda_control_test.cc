@@ -1,30 +1,15 @@
 // The control logic of the CUDA backend, run by one host thread, against the CPU's control block:
 // random histories, the same decisions. (Which page carries a number is each one's own affair.)
-#include "kernels/cuda/control_logic.h"
-
 #include <algorithm>
 #include <random>
 #include <vector>
 
 #include "gtest/gtest.h"
 #include "kernels/cpu/control_block.h"
+#include "tests/testing/host_control.h"
 
 namespace ssmd::cuda {
 namespace {
-
-class OneThread {
- public:
-  uint32_t rank() const { return 0; }
-  uint32_t size() const { return 1; }
-  void Sync() {}
-  uint64_t Sum(uint64_t value) { return value; }
-  uint32_t Min(uint32_t value) { return value; }
-  uint32_t ExclusiveScan(uint32_t* values, uint32_t count) {
-    uint32_t sum = 0;
-    for (uint32_t i = 0; i < count; ++i) sum += std::exchange(values[i], sum);
-    return sum;
-  }
-};
 
 class NoRunner : public cpu::FlushRunner {
  public:
@@ -33,101 +18,11 @@ class NoRunner : public cpu::FlushRunner {
   void Drop(FlushId) override {}
 };
 
-// A ControlState in host memory.
-struct HostControl {
-  explicit HostControl(const BackendSpec& spec)
-      : slots(spec.slot_count),
-        refs(spec.page_count),
-        freed(spec.page_count),
-        step_states(spec.step_count),
-        steps(spec.step_count),
-        rows(spec.step_count * spec.rows_max),
-        reports(spec.step_count),
-        commits(spec.step_count),
-        scratch(kScratchArrays * spec.rows_max + kHistogramWords),
-        folds(spec.rows_max) {
-    refs[0] = 1;
-    free_pages.resize(spec.page_count);
-    for (uint32_t page = spec.page_count; page > 1; --page)
-      free_pages[counters.free++] = page - 1;
-    state = {.rule = spec.rule,
-             .flush_mode = spec.flush_mode,
-             .folds_max = spec.folds_max,
-             .slot_count = spec.slot_count,
-             .page_count = spec.page_count,
-             .step_count = spec.step_count,
-             .rows_max = spec.rows_max,
-             .slots = slots.data(),
-             .page_refs = refs.data(),
-             .free_pages = free_pages.data(),
-             .page_freed = freed.data(),
-             .counters = &counters,
-             .step_states = step_states.data(),
-             .steps = steps.data(),
-             .rows = rows.data(),
-             .reports = reports.data(),
-             .commit_results = commits.data(),
-             .scratch = scratch.data(),
-             .folds = folds.data(),
-             .fold_count = &fold_count};
-  }
-  HostControl(const HostControl&) = delete;
-  HostControl& operator=(const HostControl&) = delete;
-
-  ControlResult Do(const SlotArguments& arguments) { return RunSlotOp(state, arguments); }
-
-  void CheckInvariants() const {
-    std::vector<uint32_t> expected(refs.size());
-    expected[0] = 1;
-    auto add = [&](uint32_t page) { ++expected.at(page); };
-    for (const DeviceSlot& slot : slots) {
-      if (!slot.live) continue;
-      add(slot.page);
-      if (slot.import_page != kNone) add(slot.import_page);
-      if (!HasFlush(slot)) continue;
-      add(slot.flush_source);
-      add(slot.flush_target);
-    }
-    uint32_t targets = 0;
-    for (uint32_t step = 0; step < step_states.size(); ++step) {
-      for (uint32_t i = 0; step_states[step].open && i < step_states[step].row_count; ++i) {
-        const DeviceRow& row = state.step_rows(step)[i];
-        if (row.source_page != kNone) add(row.source_page);
-        if (row.target_page == kNone) continue;
-        add(row.target_page);
-        ++targets;
-        EXPECT_EQ(refs[row.target_page], 1u);
-      }
-    }
-    EXPECT_EQ(refs, expected);
-    EXPECT_EQ(counters.step_targets, targets);
-    std::vector<uint32_t> free(free_pages.begin(), free_pages.begin() + counters.free);
-    std::sort(free.begin(), free.end());
-    std::vector<uint32_t> unused;
-    for (uint32_t page = 0; page < refs.size(); ++page) {
-      if (refs[page] == 0) unused.push_back(page);
-    }
-    EXPECT_EQ(free, unused);
-  }
-
-  std::vector<DeviceSlot> slots;
-  std::vector<uint32_t> refs, free_pages, freed;
-  ControlCounters counters;
-  std::vector<StepState> step_states;
-  std::vector<DeviceStep> steps;
-  std::vector<DeviceRow> rows;
-  std::vector<DevicePlanReport> reports;
-  std::vector<ControlResult> commits;
-  std::vector<uint32_t> scratch;
-  std::vector<DeviceFold> folds;
-  uint32_t fold_count = 0;
-  ControlState state;
-};
-
 // Both control blocks, given the same operations.
 class Pair {
  public:
-  explicit Pair(uint64_t seed) : random_(seed), spec_(RandomSpec()), cpu_(spec_, &runner_), gpu_(spec_) {
+  explicit Pair(uint64_t seed)
+      : random_(seed), spec_(RandomSpec()), cpu_(spec_, &runner_), gpu_(spec_) {
     state_.resize(spec_.slot_count);
   }
 
@@ -190,7 +85,8 @@ class Pair {
     if (dice < 72) {
       const uint64_t version = Version(slot), position = AnyPosition(slot);
       Same(cpu_.Rollback(index, version, position),
-           gpu_.Do({.op = SlotOp::kRollback, .slot = slot, .version = version, .position = position}));
+           gpu_.Do(
+               {.op = SlotOp::kRollback, .slot = slot, .version = version, .position = position}));
       ++did[0];
     } else if (dice < 80) {
       Copy();
@@ -238,10 +134,10 @@ class Pair {
     if (free.empty()) return;
     const uint32_t slot = free[Below(free.size())];
     const uint64_t key = random_();
-    const auto window = static_cast<uint32_t>(
-        spec_.rule.rollback_tokens_min + spec_.rule.draft_tokens_max +
-        Below(spec_.rule.window_records - spec_.rule.rollback_tokens_min -
-              spec_.rule.draft_tokens_max + 1));
+    const auto window =
+        static_cast<uint32_t>(spec_.rule.rollback_tokens_min + spec_.rule.draft_tokens_max +
+                              Below(spec_.rule.window_records - spec_.rule.rollback_tokens_min -
+                                    spec_.rule.draft_tokens_max + 1));
     cpu_.ClearSlot(SlotIndex{slot}, window, key);
     gpu_.Do({.op = SlotOp::kClear, .slot = slot, .window = window, .rounding_key = key});
     state_[slot] = State::kIdle;
@@ -273,20 +169,23 @@ class Pair {
   void Plan() {
     std::vector<bool> used(spec_.step_count);
     for (const OpenStep& step : open_) used[step.index] = true;
-    const auto index = static_cast<uint32_t>(std::find(used.begin(), used.end(), false) - used.begin());
+    const auto index =
+        static_cast<uint32_t>(std::find(used.begin(), used.end(), false) - used.begin());
     if (index == spec_.step_count) return;
     std::vector<uint32_t> idle = Slots(State::kIdle);
     std::shuffle(idle.begin(), idle.end(), random_);
     idle.resize(Below(idle.size() + 1));
     OpenStep step{index, {}};
     for (const uint32_t slot : idle) {
-      step.rows.push_back({SlotIndex{slot}, Below(60) ? cpu_.cursor(SlotIndex{slot}).version : 77777,
+      step.rows.push_back({SlotIndex{slot},
+                           Below(60) ? cpu_.cursor(SlotIndex{slot}).version : 77777,
                            static_cast<uint32_t>(Below(spec_.rule.draft_tokens_max + 1))});
       if (Below(10) == 0 && step.rows.size() < spec_.rows_max) step.rows.push_back({kNoSlot, 0, 1});
     }
     step.rows.resize(std::min<size_t>(step.rows.size(), spec_.rows_max));
     std::vector<DevicePlanRow> rows;
-    for (const PlanRow& row : step.rows) rows.push_back({row.version, ToInt(row.slot), row.draft_tokens});
+    for (const PlanRow& row : step.rows)
+      rows.push_back({row.version, ToInt(row.slot), row.draft_tokens});
     const auto report = cpu_.Plan({StepIndex{index}, step.rows});
     OneThread team;
     PlanStep(team, gpu_.state, index, rows.data(), static_cast<uint32_t>(rows.size()));
