@@ -1,6 +1,6 @@
 #include "kernels/cuda/cuda_backend.h"
 
-#include <atomic>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_format.h"
@@ -11,7 +11,7 @@
 namespace ssmd::cuda {
 namespace {
 
-constexpr uint64_t kStagingBytes = 4u << 20;  // one of two halves, for Verify and for control each
+constexpr uint64_t kStagingBytes = 4u << 20;  // at most; of two halves, for Verify and control each
 
 void Must(cudaError_t error, const char* what) {
   SSMD_CHECK(error == cudaSuccess, "cuda: %s: %s; the device's state is lost", what,
@@ -113,7 +113,7 @@ class CudaBackend : public Backend {
 
   SlotCursor ReadCursor(SlotIndex slot) override {
     MutexLock lock(&mu_);
-    const DeviceSlot at = ReadSlot(slot);
+    const DeviceSlot& at = ReadSlot(slot);
     return {.base = at.base,
             .tail = at.tail,
             .high_water = at.high_water,
@@ -154,13 +154,15 @@ class CudaBackend : public Backend {
   void Write(T* to, const T& from) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     Must(control_staging_.ToDevice(to, &from, sizeof(T), control_.get()));
   }
-  DeviceSlot ReadSlot(SlotIndex slot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    DeviceSlot at;
-    Read(&at, model_->control().slots + ToInt(slot));
-    return at;
+  // As of the last commit or operation of the slot; plans move nothing that is read from here.
+  const DeviceSlot& ReadSlot(SlotIndex slot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    std::optional<DeviceSlot>& mirror = slots_[ToInt(slot)];
+    if (!mirror.has_value()) Read(&mirror.emplace(), model_->control().slots + ToInt(slot));
+    return *mirror;
   }
   ControlResult RunSlotOp(const SlotArguments& arguments) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     JoinFlushes();
+    slots_[arguments.slot].reset();
     Must(EnqueueSlotOp(model_->control(), arguments, &words_->result, control_.get()), "slot");
     Poison(arguments.slot);
     ControlResult result;
@@ -177,8 +179,10 @@ class CudaBackend : public Backend {
          "poisoning");
   }
   void EndStep(StepIndex step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    for (const uint32_t slot : steps_[ToInt(step)].slots) Poison(slot);
-    Must(cudaStreamSynchronize(control_.get()), "end of a step");
+    for (const uint32_t slot : steps_[ToInt(step)].slots) {
+      slots_[slot].reset();
+      Poison(slot);
+    }
     steps_[ToInt(step)] = {};
   }
   void CountFlushes(uint64_t flushes, uint64_t records) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
@@ -199,7 +203,7 @@ class CudaBackend : public Backend {
     uint32_t row_count = 0;
     uint32_t draft_tokens_max = 0;
     uint64_t token_count = 0;
-    std::vector<uint32_t> slots;  // of live rows; to poison, else empty
+    std::vector<uint32_t> slots;  // of its rows but padding
   };
 
   std::unique_ptr<Model> model_;
@@ -207,23 +211,22 @@ class CudaBackend : public Backend {
   Stream control_;
   Staging control_staging_ ABSL_GUARDED_BY(mu_);
   std::vector<StepInfo> steps_ ABSL_GUARDED_BY(mu_);
+  std::vector<std::optional<DeviceSlot>> slots_ ABSL_GUARDED_BY(mu_);  // what was read of them
   BackgroundBytes background_ ABSL_GUARDED_BY(mu_);
-  Buffer words_buffer_, plan_rows_, accepted_, state_;
+  Buffer words_buffer_, plan_rows_, accepted_, state_, window_;
   ControlWords* words_ = nullptr;  // device memory
 
   Mutex verify_mu_ ABSL_ACQUIRED_BEFORE(mu_);  // one Verify at a time
   Stream verify_;
   Staging verify_staging_ ABSL_GUARDED_BY(verify_mu_);
-  Buffer inputs_, output_, poison_;
+  Buffer inputs_, output_, poison_, poison_host_;
 };
 
 absl::Status CudaBackend::Init(const BackendSpec& spec, Device* device) {
   SSMD_ASSIGN_OR_RETURN(model_, Model::Create(spec, device));
   SSMD_ASSIGN_OR_RETURN(control_, Stream::Make(Priority::kHigh));
   SSMD_ASSIGN_OR_RETURN(verify_, Stream::Make(Priority::kHigh));
-  SSMD_ASSIGN_OR_RETURN(Staging control_staging, Staging::Make(kStagingBytes));
-  SSMD_ASSIGN_OR_RETURN(Staging verify_staging, Staging::Make(kStagingBytes));
-  uint64_t input_bytes = 0, output_bytes = 0, state_elements = 0;
+  uint64_t input_bytes = 0, output_bytes = 0, state_elements = 0, window_bytes = 0;
   for (uint32_t i = 0; i < spec.layers.size(); ++i) {
     const LayerShape& shape = spec.layers[i];
     uint64_t sum = 0;
@@ -234,7 +237,18 @@ absl::Status CudaBackend::Init(const BackendSpec& spec, Device* device) {
         std::max<uint64_t>(output_bytes, model_->tokens_max() * shape.head_count * shape.d_v *
                                              DtypeBytes(spec.formats.output));
     state_elements = std::max<uint64_t>(state_elements, shape.state_elements());
+    if (shape.conv_width > 0) {
+      window_bytes = std::max<uint64_t>(window_bytes, uint64_t{shape.conv_width - 1} *
+                                                          shape.conv_channels() *
+                                                          DtypeBytes(spec.formats.activation));
+    }
   }
+  auto make_staging = [](uint64_t most) {
+    return Staging::Make(std::clamp<uint64_t>(most, 4096, kStagingBytes));
+  };
+  SSMD_ASSIGN_OR_RETURN(Staging control_staging, make_staging(state_elements * sizeof(float)));
+  SSMD_ASSIGN_OR_RETURN(Staging verify_staging, make_staging(std::max(input_bytes, output_bytes)));
+  SSMD_ASSIGN_OR_RETURN(poison_host_, Buffer::Pinned(spec.rows_max * sizeof(uint32_t)));
   auto allocate = [&](Buffer& buffer, uint64_t bytes) -> absl::Status {
     SSMD_ASSIGN_OR_RETURN(buffer, Buffer::OnDevice(device, bytes));
     return absl::OkStatus();
@@ -246,6 +260,7 @@ absl::Status CudaBackend::Init(const BackendSpec& spec, Device* device) {
   SSMD_RETURN_IF_ERROR(allocate(plan_rows_, spec.rows_max * sizeof(DevicePlanRow)));
   SSMD_RETURN_IF_ERROR(allocate(accepted_, spec.rows_max * sizeof(uint32_t)));
   SSMD_RETURN_IF_ERROR(allocate(state_, state_elements * sizeof(float)));
+  SSMD_RETURN_IF_ERROR(allocate(window_, window_bytes));
   words_ = words_buffer_.as<ControlWords>();
   const ControlWords words{};
   SSMD_RETURN_IF_CUDA_ERROR(cudaMemcpy(words_, &words, sizeof(words), cudaMemcpyHostToDevice));
@@ -256,6 +271,7 @@ absl::Status CudaBackend::Init(const BackendSpec& spec, Device* device) {
   MutexLock lock(&mu_);
   control_staging_ = std::move(control_staging);
   steps_.resize(spec.step_count);
+  slots_.resize(spec.slot_count);
   return absl::OkStatus();
 }
 
@@ -285,7 +301,7 @@ absl::StatusOr<PlanReport> CudaBackend::Plan(const PlanParams& params) {
     rows.push_back({row.version, ToInt(row.slot), row.draft_tokens});
     info.token_count += row.draft_tokens;
     info.draft_tokens_max = std::max(info.draft_tokens_max, row.draft_tokens);
-    if (spec.poison_garbage && row.slot != kNoSlot) info.slots.push_back(ToInt(row.slot));
+    if (row.slot != kNoSlot) info.slots.push_back(ToInt(row.slot));
   }
   const uint32_t step = ToInt(params.step);
   MutexLock lock(&mu_);
@@ -359,6 +375,7 @@ absl::Status CudaBackend::CopySlot(const CopySlotParams& params) {
                                 .rounding_key = params.rounding_key};
   MutexLock lock(&mu_);
   JoinFlushes();
+  slots_[arguments.target].reset();
   Must(EnqueueSlotOp(model_->control(), arguments, &words_->result, control_.get()), "copy");
   Must(EnqueueCopyRecords(model_->control(), model_->device_layers(),
                           static_cast<uint32_t>(model_->layers().size()), arguments,
@@ -379,7 +396,7 @@ absl::Status CudaBackend::ReadState(SlotIndex slot, uint32_t index, uint64_t pos
   SSMD_CHECK(state.size() == shape.state_elements(), "state of %zu elements, expected %lu",
              state.size(), static_cast<unsigned long>(shape.state_elements()));
   MutexLock lock(&mu_);  // holds plans back while it replays: an administrative path
-  const DeviceSlot at = ReadSlot(slot);
+  const DeviceSlot& at = ReadSlot(slot);
   if (position < at.base || position > at.tail) {
     return ToStatus({ControlCode::kOutsideWindow, kNone, at.base, at.tail}, slot, 0, position);
   }
@@ -397,7 +414,7 @@ void CudaBackend::WriteImport(SlotIndex slot, uint32_t index, uint64_t position,
   const Model::Layer& layer = model_->layers()[index];
   SSMD_CHECK(state.size() == layer.shape.state_elements(), "state of %zu elements", state.size());
   MutexLock lock(&mu_);
-  const DeviceSlot at = ReadSlot(slot);
+  const DeviceSlot& at = ReadSlot(slot);
   SSMD_CHECK(at.import_page != kNone, "no import is open on slot %u", ToInt(slot));
   Must(control_staging_.ToDevice(state_.data(), state.data(), state.size() * sizeof(float),
                                  control_.get()));
@@ -441,18 +458,18 @@ absl::Status CudaBackend::ReadWindow(SlotIndex slot, uint32_t index, uint64_t po
                                                    DtypeBytes(model_->spec().formats.activation),
       "window of %zu bytes", window.size());
   MutexLock lock(&mu_);
-  const DeviceSlot at = ReadSlot(slot);
+  const DeviceSlot& at = ReadSlot(slot);
   if (position < at.base || position > at.tail)
     return ToStatus({ControlCode::kOutsideWindow, kNone, at.base, at.tail}, slot, 0, position);
   for (uint64_t row = 0; row < rows; ++row) {
-    std::byte* to = &window[row * row_bytes];
-    if (position + row < rows) {
-      std::memset(to, 0, row_bytes);
-    } else {
-      Must(control_staging_.ToHost(to, layer.ConvRow(ToInt(slot), position + row - rows), row_bytes,
-                                   control_.get()));
-    }
+    std::byte* to = window_.data() + row * row_bytes;
+    Must(position + row < rows
+             ? cudaMemsetAsync(to, 0, row_bytes, control_.get())
+             : cudaMemcpyAsync(to, layer.ConvRow(ToInt(slot), position + row - rows), row_bytes,
+                               cudaMemcpyDeviceToDevice, control_.get()),
+         "window");
   }
+  Must(control_staging_.ToHost(window.data(), window_.data(), window.size(), control_.get()));
   return absl::OkStatus();
 }
 
@@ -528,14 +545,16 @@ absl::StatusOr<VerifyReport> CudaBackend::Verify(const VerifyParams& params) {
   const LayerShape& shape = model_->layers()[params.layer].shape;
   const uint64_t output_bytes =
       params.token_count * shape.head_count * shape.d_v * DtypeBytes(model_->spec().formats.output);
+  SSMD_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(poison_host_.data(), poison_.data(),
+                                            row_count * sizeof(uint32_t), cudaMemcpyDeviceToHost,
+                                            verify_.get()));
   SSMD_RETURN_IF_ERROR(
       verify_staging_.ToHost(params.output, output_.data(), output_bytes, verify_.get()));
-  std::vector<uint32_t> flags(row_count);
-  SSMD_RETURN_IF_ERROR(verify_staging_.ToHost(flags.data(), poison_.data(),
-                                              flags.size() * sizeof(uint32_t), verify_.get()));
+  SSMD_RETURN_IF_CUDA_ERROR(cudaStreamSynchronize(verify_.get()));
   VerifyReport report;
   for (uint32_t row = 0; row < row_count; ++row) {
-    if (flags[row] != kPoisonNone) report.poisoned.push_back({row, flags[row]});
+    const uint32_t flags = poison_host_.as<uint32_t>()[row];
+    if (flags != kPoisonNone) report.poisoned.push_back({row, flags});
   }
   return report;
 }

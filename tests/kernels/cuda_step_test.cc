@@ -384,7 +384,7 @@ TEST_F(CudaStep, FiveLaunchesAndPermutedRowsAreIdentical) {
       if (launch % 2 == 1) lane.EnqueueVerifies();  // a Verify may be repeated
       lane.Finish();
       ASSERT_EQ(lane.Report().result.code, ControlCode::kOk);
-      folds = lane.Report().report.folds;
+      folds += lane.Report().report.folds;
       const std::vector<DeviceRow> planned = lane.Rows(rows.size());
       for (const DeviceRow& row : planned) {
         Seen seen{lane.Outputs(row.first_token, row.draft_tokens), {}};
