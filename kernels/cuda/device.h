@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <utility>
 
@@ -185,7 +186,7 @@ class Staging {
   };
   Half& NextHalf() { return halves_[next_++ % 2]; }
 
-  Half halves_[2];
+  std::array<Half, 2> halves_;
   uint64_t next_ = 0;
 };
 

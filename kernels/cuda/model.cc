@@ -155,7 +155,7 @@ absl::Status Model::InitRawScratch(Device* budget) {
   const uint64_t tokens = tokens_max(), activation = DtypeBytes(spec_.formats.activation);
   auto bytes = [&](void*& to, uint64_t count) {
     std::byte* array = nullptr;
-    const absl::Status status = Allocate(array, count, budget);
+    absl::Status status = Allocate(array, count, budget);
     to = array;
     return status;
   };
