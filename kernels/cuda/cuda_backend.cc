@@ -238,9 +238,9 @@ absl::Status CudaBackend::Init(const BackendSpec& spec, Device* device) {
                                              DtypeBytes(spec.formats.output));
     state_elements = std::max<uint64_t>(state_elements, shape.state_elements());
     if (shape.conv_width > 0) {
-      window_bytes = std::max<uint64_t>(window_bytes, uint64_t{shape.conv_width - 1} *
-                                                          shape.conv_channels() *
-                                                          DtypeBytes(spec.formats.activation));
+      window_bytes =
+          std::max<uint64_t>(window_bytes, uint64_t{shape.conv_width - 1} * shape.conv_channels() *
+                                               DtypeBytes(spec.formats.activation));
     }
   }
   auto make_staging = [](uint64_t most) {
