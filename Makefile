@@ -2,23 +2,26 @@
 SHELL := /bin/bash
 JOBS ?= $(shell nproc)
 FUZZ_SECONDS ?= 30
-SOURCES := $(shell git ls-files -co --exclude-standard '*.cc' '*.h' 2>/dev/null)
+SOURCES := $(shell git ls-files -co --exclude-standard '*.cc' '*.h' '*.cu' '*.cuh' 2>/dev/null)
 
-.PHONY: help demo test fuzz mutate lint format-check format bench deps clean
+.PHONY: help demo test test-gpu gpu-bundle fuzz mutate lint format-check format bench deps clean
 
 help:
 	@echo "make demo    install what is missing, build, run the demo against a server of its own, stop it"
 	@echo "make test    install what is missing, build, run every test (presets dev, asan, tsan)"
+	@echo "make test-gpu  the tests of the CUDA backend; needs a GPU"
+	@echo "make gpu-bundle  puts them into build/gpu, to be copied to a machine with a GPU and started there: build/gpu/run"
 	@echo "make fuzz    one fuzzer per request type, FUZZ_SECONDS=30 each (needs clang and libclang-rt-14-dev)"
 	@echo "make mutate  shows that the tests notice the mistakes of tests/mutations.txt"
 	@echo "make lint    clang-format and clang-tidy over our sources"
 	@echo "make bench   CPU kernel table, then steps through the server; writes bench/results/cpu.csv"
 	@echo "make build-PRESET, make test-PRESET   with PRESET one of dev, asan, tsan; make build-release has no tests"
-	@echo "make deps    install the Debian packages of tools/packages.txt that are missing"
+	@echo "make deps    install what is missing: the Debian packages of tools/packages.txt, and nvcc into build/cuda"
 	@echo "make clean   remove build/"
 
 deps:
 	@tools/install_packages
+	@tools/install_nvcc
 
 build-%: deps
 	@test -f build/$*/build.ninja || cmake --preset $*
@@ -32,6 +35,12 @@ demo: build-release
 
 test: build-dev build-asan build-tsan
 	@tools/run_tests dev asan tsan
+
+gpu-bundle: build-gpu-tests
+	@tools/gpu_bundle build/gpu-tests build/gpu
+
+test-gpu: gpu-bundle
+	@build/gpu/run
 
 # Each request type for FUZZ_SECONDS. Needs clang and its runtime (Debian: clang libclang-rt-14-dev).
 fuzz: build-fuzz

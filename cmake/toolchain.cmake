@@ -11,7 +11,8 @@ if(SSMD_MOLD)
 endif()
 
 if(SSMD_SANITIZE)
-  add_compile_options(-fsanitize=${SSMD_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
+  set(flags -fsanitize=${SSMD_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
+  add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:${flags}>")
   add_link_options(-fsanitize=${SSMD_SANITIZE})
 endif()
 

@@ -159,6 +159,8 @@ void AddSettings(Settings& settings, ServerConfig& config) {
   settings.Bytes("message-bytes-max", config.message_bytes_max, 64u << 10, 1u << 30,
                  "Largest request or reply; K, M, G suffixes");
   settings.Group("Memory and compute");
+  settings.Choice("backend", config.backend, {"auto", "cuda", "cpu"},
+                  "Where states live; auto: on a GPU when there is one");
   settings.Bytes("state-memory", config.state_bytes_max, 1u << 20, uint64_t{1} << 50,
                  "Memory for checkpoints and rings of all models; K, M, G, T suffixes");
   settings.Uint("models-max", config.models_max, 1, 1024, "COUNT", "Registered models");
@@ -460,9 +462,10 @@ std::string DescribeConfig(const ServerConfig& config) {
   const CapacityDefaults& capacity = config.capacity;
   return absl::StrCat(
       "listen=", config.listen, " metrics_listen=", config.metrics_listen,
-      " message_bytes_max=", config.message_bytes_max, " state_memory=", config.state_bytes_max,
-      " models_max=", config.models_max, " compute_threads=", config.compute_threads,
-      " verify_workers=", config.verify_workers, " verify_queue_max=", config.verify_queue_max,
+      " message_bytes_max=", config.message_bytes_max, " backend=", config.backend,
+      " state_memory=", config.state_bytes_max, " models_max=", config.models_max,
+      " compute_threads=", config.compute_threads, " verify_workers=", config.verify_workers,
+      " verify_queue_max=", config.verify_queue_max,
       " verify_queue_bytes_max=", config.verify_queue_bytes_max,
       " flush_threads=", config.flush_threads, " imports_max=", config.imports_max,
       " stream_calls_max=", config.stream_calls_max,

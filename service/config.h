@@ -29,6 +29,7 @@ struct ServerConfig {
   std::string metrics_listen = "127.0.0.1:9464";  // host:port; empty: off
   uint32_t message_bytes_max = 64u << 20;         // largest request or reply
 
+  std::string backend = "auto";                  // auto | cuda | cpu
   uint64_t state_bytes_max = uint64_t{1} << 30;  // pools of all models together
   uint32_t models_max = 16;
   uint32_t compute_threads = 0;                  // 0: one per hardware thread

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <thread>
 
+#include "kernels/cpu/cpu_backend.h"
+
 namespace ssmd {
 namespace {
 
@@ -14,20 +16,23 @@ uint32_t ThreadCount(uint32_t configured) {
 
 }  // namespace
 
-ServiceCore::ServiceCore(const ServerConfig& server_config, Clock injected_clock)
+ServiceCore::ServiceCore(const ServerConfig& server_config, Clock injected_clock,
+                         std::unique_ptr<Device> gpu)
     : config(server_config),
       clock(std::move(injected_clock)),
       epoch(RandomId()),
       started(clock()),
       executor_(ThreadCount(config.compute_threads)),
       flush_threads_(config.flush_threads),
-      device(config.state_bytes_max, &executor_,
-             config.flush_threads > 0 ? &flush_threads_ : nullptr),
+      device(gpu != nullptr ? std::move(gpu)
+                            : std::make_unique<cpu::CpuDevice>(
+                                  config.state_bytes_max, &executor_,
+                                  config.flush_threads > 0 ? &flush_threads_ : nullptr)),
       models({.models_max = config.models_max,
               .defaults = config.capacity,
               .server_epoch = epoch,
               .poison_garbage = config.poison_garbage},
-             [this](const BackendSpec& spec) { return device.CreateBackend(spec); }),
+             [this](const BackendSpec& spec) { return device->CreateBackend(spec); }),
       transfers(config.imports_max),
       sessions({.sessions_max = config.sessions_max,
                 .lease_ms_default = config.lease_ms_default,
@@ -38,7 +43,7 @@ ServiceCore::ServiceCore(const ServerConfig& server_config, Clock injected_clock
                [this](OwnerId owner, SessionTable::Sequences sequences) {
                  return EndOwner(owner, sequences);
                }),
-      metrics(kBackendName),
+      metrics(device->name()),
       collector(std::make_shared<StoreCollector>(&models, [this] { return ReadGauges(); })),
       verify_queue(config.verify_workers, config.verify_queue_max, config.verify_queue_bytes_max) {}
 
@@ -87,8 +92,8 @@ ServerGauges ServiceCore::ReadGauges() const {
           .verify_running = verify_queue.running(),
           .steps_streams = streams.size(),
           .held_begins = streams.held.load(),
-          .state_bytes_reserved = device.bytes_used(),
-          .state_bytes_max = device.bytes_max(),
+          .state_bytes_reserved = device->bytes_used(),
+          .state_bytes_max = device->bytes_max(),
           .draining = draining.load()};
 }
 

@@ -6,8 +6,8 @@
 #include <memory>
 #include <string>
 
-#include "kernels/cpu/cpu_backend.h"
 #include "kernels/cpu/thread_pool.h"
+#include "kernels/device.h"
 #include "service/clock.h"
 #include "service/config.h"
 #include "service/metrics.h"
@@ -20,13 +20,13 @@
 
 namespace ssmd {
 
-inline constexpr char kBackendName[] = "cpu";
-
 // Thread-safe: every member is, or is immutable. Destroyed after the gRPC server, whose calls use
 // it.
 class ServiceCore {
  public:
-  ServiceCore(const ServerConfig& server_config, Clock injected_clock);
+  // `gpu`: where states live; null: in the memory of this machine, on threads of this core.
+  ServiceCore(const ServerConfig& server_config, Clock injected_clock,
+              std::unique_ptr<Device> gpu = nullptr);
 
   // Ends what an owner has open in every model: transfers, steps, imports, and its sequences unless
   // they are kept for adoption.
@@ -49,7 +49,7 @@ class ServiceCore {
   cpu::BackgroundThreads flush_threads_;
 
  public:
-  cpu::CpuDevice device;
+  const std::unique_ptr<Device> device;
   ModelTable models;
   TransferTable transfers;
   SessionTable sessions;

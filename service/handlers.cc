@@ -45,10 +45,10 @@ absl::Status GetCapabilities(ServiceCore& core, const v1::GetCapabilitiesRequest
                              v1::GetCapabilitiesResponse& response) {
   const ServerConfig& config = core.config;
   response.set_server_version(ServerVersion());
-  response.set_backend(kBackendName);
+  response.set_backend(core.device->name());
   response.set_message_bytes_max(config.message_bytes_max);
-  response.set_state_bytes_max(core.device.bytes_max());
-  response.set_state_bytes_used(core.device.bytes_used());
+  response.set_state_bytes_max(core.device->bytes_max());
+  response.set_state_bytes_used(core.device->bytes_used());
   response.set_models_max(config.models_max);
   response.set_sessions_max(config.sessions_max);
   response.set_lease_ms_min(config.lease_ms_min);
@@ -84,13 +84,13 @@ absl::Status OpenSession(ServiceCore& core, const v1::OpenSessionRequest& reques
 absl::Status GetStatus(ServiceCore& core, const v1::GetStatusRequest&,
                        v1::GetStatusResponse& response) {
   response.set_server_version(ServerVersion());
-  response.set_backend(kBackendName);
+  response.set_backend(core.device->name());
   response.set_uptime_ms(
       static_cast<uint64_t>(absl::ToInt64Milliseconds(core.clock() - core.started)));
   response.set_sessions(core.sessions.size());
   response.set_draining(core.draining.load());
-  response.set_state_bytes_used(core.device.bytes_used());
-  response.set_state_bytes_max(core.device.bytes_max());
+  response.set_state_bytes_used(core.device->bytes_used());
+  response.set_state_bytes_max(core.device->bytes_max());
   for (const ModelRef& model : core.models.All()) {
     const StoreUsage usage = model->store->usage();
     const StoreCounters counters = model->store->counters();

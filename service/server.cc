@@ -13,6 +13,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "kernels/gpu_device.h"
 #include "service/handlers.h"
 #include "service/model_files.h"
 
@@ -27,13 +28,29 @@ std::string WithPort(absl::string_view address, int port) {
   return absl::StrCat(address.substr(0, address.rfind(':')), ":", port);
 }
 
+// Null: the CPU. Any error of the GPU's runtime means that there is none.
+absl::StatusOr<std::unique_ptr<Device>> ChooseGpu(const ServerConfig& config) {
+  if (config.backend == "cpu") return nullptr;
+  auto gpu = MakeGpuDevice(config.state_bytes_max);
+  if (gpu.ok()) {
+    spdlog::info("backend cuda: {}", gpu->description);
+    return std::move(gpu->device);
+  }
+  const std::string why(gpu.status().message());
+  if (config.backend == "cuda")
+    return absl::UnavailableError(absl::StrCat("--backend=cuda: ", why));
+  spdlog::info("backend cpu ({})", why);
+  return nullptr;
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerConfig& config,
                                                       ServerOptions options) {
   SSMD_RETURN_IF_ERROR(ValidateConfig(config));
   const bool start_sweeper = options.start_sweeper;
-  std::unique_ptr<Server> server(new Server(config, std::move(options)));
+  SSMD_ASSIGN_OR_RETURN(std::unique_ptr<Device> gpu, ChooseGpu(config));
+  std::unique_ptr<Server> server(new Server(config, std::move(options), std::move(gpu)));
   SSMD_RETURN_IF_ERROR(server->RegisterModelFiles());
   SSMD_RETURN_IF_ERROR(server->StartMetrics());  // first: who is told that we serve can scrape us
   SSMD_RETURN_IF_ERROR(server->Listen());
@@ -41,8 +58,8 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerConfig& config
   return server;
 }
 
-Server::Server(const ServerConfig& config, ServerOptions options)
-    : core_(config, std::move(options.clock)), service_(MakeStateService(&core_)) {}
+Server::Server(const ServerConfig& config, ServerOptions options, std::unique_ptr<Device> gpu)
+    : core_(config, std::move(options.clock), std::move(gpu)), service_(MakeStateService(&core_)) {}
 
 Server::~Server() { Shutdown(absl::ZeroDuration()); }
 

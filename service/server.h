@@ -30,8 +30,8 @@ struct ServerOptions {
 class Server {
  public:
   // Serves from the moment it returns. Errors: INVALID_ARGUMENT (ValidateConfig); those of
-  // ReadModelFile and RegisterModel, naming the file; UNAVAILABLE naming the flag whose address
-  // cannot be had.
+  // ReadModelFile and RegisterModel, naming the file; UNAVAILABLE naming the flag whose address or
+  // device cannot be had.
   static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerConfig& config,
                                                        ServerOptions options = {});
   ~Server();  // Shutdown(absl::ZeroDuration()) if that was not called
@@ -55,7 +55,7 @@ class Server {
   void Shutdown(absl::Duration drain_timeout);
 
  private:
-  Server(const ServerConfig& config, ServerOptions options);
+  Server(const ServerConfig& config, ServerOptions options, std::unique_ptr<Device> gpu);
   absl::Status RegisterModelFiles();
   absl::Status Listen();
   absl::Status StartMetrics();

@@ -490,16 +490,6 @@ absl::Status CpuBackend::ReadWindow(SlotIndex slot, uint32_t index, uint64_t pos
 
 }  // namespace
 
-bool CpuDevice::Reserve(uint64_t bytes) {
-  uint64_t used = bytes_used_.load(std::memory_order_relaxed);
-  do {
-    if (bytes > bytes_max_ - used) return false;
-  } while (!bytes_used_.compare_exchange_weak(used, used + bytes, std::memory_order_relaxed));
-  return true;
-}
-
-void CpuDevice::Return(uint64_t bytes) { bytes_used_.fetch_sub(bytes, std::memory_order_relaxed); }
-
 absl::StatusOr<std::unique_ptr<Backend>> CpuDevice::CreateBackend(const BackendSpec& spec) {
   const auto [hp, lp] = std::pair{spec.formats.checkpoint_hp, spec.formats.checkpoint_lp};
   if ((hp != Dtype::kFp32 && hp != Dtype::kFp16) || (lp != Dtype::kNone && lp != Dtype::kFp16)) {

@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/cpu/cpu_backend.h"
+#include "kernels/device.h"
 
 namespace ssmd::cpu {
 
@@ -18,14 +18,10 @@ namespace ssmd::cpu {
 class Pool {
  public:
   Pool() = default;
-  static absl::StatusOr<Pool> Make(CpuDevice* device, uint64_t bytes) {
+  static absl::StatusOr<Pool> Make(Device* device, uint64_t bytes) {
     Pool pool;
     if (bytes == 0) return pool;
-    if (!device->Reserve(bytes)) {
-      return ErrorWithReason(absl::StatusCode::kResourceExhausted, reason::kNoMemory,
-                             absl::StrCat("pool of ", bytes, " bytes: ", device->bytes_used(),
-                                          " of ", device->bytes_max(), " state bytes are in use"));
-    }
+    SSMD_RETURN_IF_ERROR(device->Reserve(bytes));
     pool.device_ = device;
     pool.bytes_ = bytes;
     void* address =
@@ -52,7 +48,7 @@ class Pool {
   std::byte* data() const { return data_; }
 
  private:
-  CpuDevice* device_ = nullptr;
+  Device* device_ = nullptr;
   std::byte* data_ = nullptr;
   uint64_t bytes_ = 0;
 };

@@ -11,6 +11,9 @@
 
 namespace ssmd::cuda {
 
+inline constexpr uint32_t kNone = 0xffffffffu;  // no page, no slot, no row
+static_assert(static_cast<uint32_t>(kNoPage) == kNone && static_cast<uint32_t>(kNoSlot) == kNone);
+
 // One row, written by the plan kernel, immutable until the step ends. A row with T = 0 and a
 // padding row (slot == kNoSlot) read and write nothing but, padding, zeros to their outputs.
 struct DeviceRow {
@@ -43,7 +46,9 @@ struct VerifyLaunch {
   const DeviceStep* step = nullptr;  // on the device
   const DeviceRow* rows = nullptr;   // [rows_max], of which step->row_count are meaningful
   uint32_t rows_max = 0;             // bounds the grid
-  uint32_t draft_tokens_max = 0;     // T of no row exceeds it
+  uint32_t draft_tokens_max = 0;     // T of no row exceeds it; of this step where the host knows it
+  bool rows_settled = false;         // the kernel before this one on the stream wrote neither step,
+                                     // rows, pages nor rings of this layer: they may be read early
   VerifyInputs inputs;               // post-convolution form, device pointers
   void* output = nullptr;            // output dtype [tokens, head, d_v]
   uint32_t* poison = nullptr;        // [rows_max] PoisonFlags, or-ed

@@ -29,6 +29,7 @@ ServerConfig SmallConfig() {
   ServerConfig config;
   config.listen = "127.0.0.1:0";
   config.metrics_listen = "";
+  config.backend = "cpu";
   config.state_bytes_max = 16u << 20;
   config.compute_threads = 2;
   config.models_max = 2;

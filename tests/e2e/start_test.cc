@@ -73,5 +73,22 @@ TEST(Start, BadModelFileStopsTheStartAndIsNamed) {
   EXPECT_TRUE(absl::StrContains(server.status().message(), "input_form")) << server.status();
 }
 
+// A server that was told to use a GPU never falls back; one that may choose always starts.
+TEST(Start, BackendIsTheOneAskedFor) {
+  ServerConfig config = SmallConfig();
+  config.backend = "cuda";
+  const auto cuda = Server::Start(config);
+  if (cuda.ok()) {
+    EXPECT_EQ(Client((*cuda)->address()).Status().backend(), "cuda");
+  } else {
+    EXPECT_EQ(cuda.status().code(), absl::StatusCode::kUnavailable);
+    EXPECT_TRUE(absl::StrContains(cuda.status().message(), "--backend=cuda: cuda: "))
+        << cuda.status();
+  }
+  config.backend = "auto";
+  const auto any = StartServer(config);
+  EXPECT_EQ(Client(any->address()).Status().backend(), cuda.ok() ? "cuda" : "cpu");
+}
+
 }  // namespace
 }  // namespace ssmd::e2e

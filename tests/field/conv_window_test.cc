@@ -5,12 +5,12 @@
 
 #include <map>
 
-#include "kernels/cpu/cpu_backend.h"
 #include "kernels/cpu/thread_pool.h"
 #include "state_store/store.h"
 #include "tests/testing/compare.h"
 #include "tests/testing/raw_inputs.h"
 #include "tests/testing/status_is.h"
+#include "tests/testing/test_device.h"
 
 namespace ssmd {
 namespace {
@@ -49,7 +49,7 @@ class ConvWindowTest : public ::testing::Test {
                                     .rows_max = 2,
                                     .steps_max = 2},
                        .poison_garbage = true},
-                      [&](const BackendSpec& spec) { return device_.CreateBackend(spec); });
+                      [&](const BackendSpec& spec) { return device_->CreateBackend(spec); });
     EXPECT_TRUE(store.ok()) << store.status();
     return store.ok() ? *std::move(store) : nullptr;
   }
@@ -212,7 +212,7 @@ class ConvWindowTest : public ::testing::Test {
 
   std::mt19937_64 random_{7};
   cpu::ThreadPool pool_{1};
-  cpu::CpuDevice device_{uint64_t{1} << 32, &pool_};
+  const std::unique_ptr<Device> device_ = testing::MakeTestDevice(uint64_t{1} << 32, &pool_);
   Geometry geometry_;
   std::vector<RawOracle> empty_;
   std::unique_ptr<Store> store_;

@@ -12,10 +12,10 @@ using testing::RefusesField;
 
 class BoundsTest : public testing::StoreFixture {
  protected:
-  // What a CPU of this machine will not give is no failure of ours.
+  // What a machine will not give is no failure of ours.
   bool MakeIfThereIsMemory(const Geometry& geometry, const Capacity& capacity) {
-    cpu::CpuDevice device(uint64_t{1} << 42, &pool_);
-    const auto probe = device.CreateBackend(MakeBackendSpec(geometry, capacity, false));
+    const auto device = testing::MakeTestDevice(uint64_t{1} << 42, &pool_);
+    const auto probe = device->CreateBackend(MakeBackendSpec(geometry, capacity, false));
     return !absl::IsResourceExhausted(probe.status());
   }
 };
@@ -114,7 +114,7 @@ TEST_F(BoundsTest, WindowsAreCheckedAtRegistration) {
     EXPECT_TRUE(RefusesField(ValidateGeometry(geometry), c.field, {}));
     EXPECT_TRUE(RefusesField(
         Store::Create({.geometry = geometry, .capacity = SmallCapacity()},
-                      [&](const BackendSpec& spec) { return device_.CreateBackend(spec); }),
+                      [&](const BackendSpec& spec) { return device_->CreateBackend(spec); }),
         c.field, {}));
   }
 }

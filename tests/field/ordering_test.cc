@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "tests/testing/store_fixture.h"
+#include "tests/testing/test_device.h"
 
 namespace ssmd {
 namespace {
@@ -152,7 +153,7 @@ class StressTest : public ::testing::Test {
   void Make(uint32_t compute_threads) {
     pool_ = std::make_unique<cpu::ThreadPool>(compute_threads);
     queue_ = std::make_unique<WorkerQueue>();
-    device_ = std::make_unique<cpu::CpuDevice>(uint64_t{1} << 32, pool_.get(), queue_.get());
+    device_ = testing::MakeTestDevice(uint64_t{1} << 32, pool_.get(), queue_.get());
     geometry_ = {.layers = {{Family::kMamba2, 2, 2, 16, 8}, {Family::kGdn, 2, 1, 16, 8}},
                  .formats = {.activation = Dtype::kBf16, .correction = Dtype::kFp16},
                  .window_records = 8,
@@ -321,7 +322,7 @@ class StressTest : public ::testing::Test {
   Geometry geometry_;
   std::unique_ptr<cpu::ThreadPool> pool_;
   std::unique_ptr<WorkerQueue> queue_;
-  std::unique_ptr<cpu::CpuDevice> device_;
+  std::unique_ptr<Device> device_;
   std::vector<std::vector<reference::Token>> inputs_;
   std::unique_ptr<Store> store_;
 };

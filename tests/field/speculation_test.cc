@@ -234,7 +234,11 @@ TEST_F(SpeculationTest, SnapshotsInsideASpeculativeRun) {
 // all the bytes.
 TEST_F(SpeculationTest, ForksAtEveryRingFill) {
   Make(WithRollback(2));
-  EXPECT_EQ(*ReservedBytes(geometry_, capacity_), device_.bytes_used());
+  if (testing::TestsRunOnCuda()) {  // working memory of the device is reserved, too
+    EXPECT_LT(*ReservedBytes(geometry_, capacity_), device_->bytes_used());
+  } else {
+    EXPECT_EQ(*ReservedBytes(geometry_, capacity_), device_->bytes_used());
+  }
   const SequenceId parent = Create();
   for (int fill = 0; fill < 40 && !HasFailure(); ++fill) {
     On(parent);

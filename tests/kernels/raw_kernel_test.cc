@@ -11,12 +11,12 @@
 
 #include "gtest/gtest.h"
 #include "hwy/targets.h"
-#include "kernels/cpu/cpu_backend.h"
 #include "kernels/cpu/thread_pool.h"
 #include "kernels/cpu/verify_kernel.h"
 #include "tests/testing/compare.h"
 #include "tests/testing/raw_inputs.h"
 #include "tests/testing/tensor.h"
+#include "tests/testing/test_device.h"
 
 namespace ssmd::testing {
 namespace {
@@ -312,8 +312,8 @@ void FollowTheAcceptedStream(const BackendCase& c, uint64_t seed) {
   if (c.family == Family::kMamba2)  // keys near norm 1 all the same
     for (float& weight : spec.raw[0].conv_weight) weight *= 0.3f;
   cpu::ThreadPool pool(2);
-  cpu::CpuDevice device(1 << 28, &pool);
-  auto created = device.CreateBackend(spec);
+  const auto device = MakeTestDevice(1 << 28, &pool);
+  auto created = device->CreateBackend(spec);
   ASSERT_TRUE(created.ok()) << created.status();
   Backend& backend = **created;
   struct Row {

@@ -9,10 +9,10 @@
 
 #include "gtest/gtest.h"
 #include "hwy/targets.h"
-#include "kernels/cpu/cpu_backend.h"
 #include "kernels/cpu/thread_pool.h"
 #include "kernels/cpu/verify_kernel.h"
 #include "tests/kernels/verify_fixture.h"
+#include "tests/testing/test_device.h"
 
 namespace ssmd::testing {
 namespace {
@@ -113,8 +113,7 @@ void CopiesAreRoundedFromTheAccumulator() {
       std::vector<float> state(shape.state_elements());
       const std::vector<std::byte> source = sequence.Hp();
       cpu::GroupItem item = ReplayItem(sequence, source);
-      for (item.group = 0; item.group < shape.key_group_count; ++item.group)
-        cpu::ReplayGroup(item, state.data());
+      ReplayGroups(item, state.data());
 
       const RoundingStream stream = MakeRoundingStream(sequence.RoundingAt(position));
       std::vector<std::byte> hp, lp;
@@ -141,8 +140,7 @@ void CopiesAreRoundedFromTheAccumulator() {
       item.target_hp = hp_target.data();
       item.target_lp = lp.empty() ? nullptr : lp_target.data();
       item.rounding = sequence.RoundingAt(position);
-      for (item.group = 0; item.group < shape.key_group_count; ++item.group)
-        EXPECT_EQ(cpu::FoldGroup(item), kPoisonNone);
+      EXPECT_EQ(FoldGroups(item), kPoisonNone);
       EXPECT_EQ(hp_target, hp);
       EXPECT_EQ(lp_target, lp);
 
@@ -326,16 +324,16 @@ TEST(TwoPrecision, ImportIsRoundedOnce) {
   for (const Precisions& p : kPrecisions) {
     const LayerShape shape{Family::kGdn, 4, 2, 32, 16};
     cpu::ThreadPool pool(2);
-    cpu::CpuDevice device(1 << 26, &pool);
-    auto created = device.CreateBackend({.layers = {shape, shape},
-                                         .formats = {.checkpoint_hp = p.hp, .checkpoint_lp = p.lp},
-                                         .rounding_seed = 99,
-                                         .slot_count = 1,
-                                         .page_count = 4,
-                                         .step_count = 1,
-                                         .rows_max = 1,
-                                         .folds_max = 1,
-                                         .poison_garbage = true});
+    const auto device = MakeTestDevice(1 << 26, &pool);
+    auto created = device->CreateBackend({.layers = {shape, shape},
+                                          .formats = {.checkpoint_hp = p.hp, .checkpoint_lp = p.lp},
+                                          .rounding_seed = 99,
+                                          .slot_count = 1,
+                                          .page_count = 4,
+                                          .step_count = 1,
+                                          .rows_max = 1,
+                                          .folds_max = 1,
+                                          .poison_garbage = true});
     ASSERT_TRUE(created.ok()) << created.status();
     Backend& backend = **created;
     backend.ClearSlot(SlotIndex{0}, 16, 5);

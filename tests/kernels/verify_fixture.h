@@ -1,4 +1,5 @@
-// One sequence of one layer, run by the CPU kernels and by the oracle side by side.
+// One sequence of one layer, run by the kernels of the backend under test and by the oracle side by
+// side.
 //
 // History(5); Verify(MakeDrafts(4)); Commit(2): a small vocabulary, so that test bodies read as
 // stories. Whatever the kernels must not read is NaN (0xff), whatever they must not write is
@@ -18,6 +19,7 @@
 #include "kernels/cpu/verify_kernel.h"
 #include "tests/reference/recurrence.h"
 #include "tests/testing/compare.h"
+#include "tests/testing/groups.h"
 #include "tests/testing/layer_inputs.h"
 #include "tests/testing/tensor.h"
 #include "tests/testing/tolerance.h"
@@ -188,10 +190,7 @@ class Sequence {
     if (!drafts.beta.empty()) item.inputs.beta = drafts.beta.data();
     if (!drafts.value_scale.empty()) item.inputs.value_scale = drafts.value_scale.data();
     item.output = output.data() + kGuardBytes;
-    for (uint32_t group : groups) {
-      item.group = group;
-      result.flags |= cpu::VerifyGroup(item);
-    }
+    result.flags = VerifyGroups(item, groups);
 
     EXPECT_EQ(from, from_before);
     EXPECT_TRUE(OnlyDraftRowsChanged(ring_before, drafts.count));

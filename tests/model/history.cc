@@ -9,12 +9,12 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/cpu/cpu_backend.h"
 #include "kernels/cpu/thread_pool.h"
 #include "tests/model/store_model.h"
 #include "tests/testing/compare.h"
 #include "tests/testing/layer_inputs.h"
 #include "tests/testing/raw_inputs.h"
+#include "tests/testing/test_device.h"
 #include "tests/testing/tolerance.h"
 
 namespace ssmd::testing {
@@ -125,7 +125,7 @@ class History {
   Capacity capacity_;
   TokenInputs inputs_;
   std::vector<Magnitudes> magnitudes_;  // [layer]
-  std::unique_ptr<cpu::CpuDevice> device_;
+  std::unique_ptr<Device> device_;
   std::unique_ptr<Store> store_;
   std::unique_ptr<StoreModel> model_;
   std::map<StepId, OpenedStep> steps_;
@@ -214,7 +214,7 @@ void History::Setup() {
     }
   }
 
-  device_ = std::make_unique<cpu::CpuDevice>(uint64_t{1} << 30, &pool_, &queue_);
+  device_ = MakeTestDevice(uint64_t{1} << 30, &pool_, &queue_);
   auto store = Store::Create({.geometry = geometry_, .capacity = capacity_, .poison_garbage = true},
                              [&](const BackendSpec& spec) { return device_->CreateBackend(spec); });
   if (!store.ok()) return Fail(store.status().ToString());

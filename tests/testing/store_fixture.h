@@ -26,13 +26,13 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/check.h"
-#include "kernels/cpu/cpu_backend.h"
 #include "kernels/cpu/thread_pool.h"
 #include "state_store/store.h"
 #include "tests/testing/compare.h"
 #include "tests/testing/faulty_backend.h"
 #include "tests/testing/layer_inputs.h"
 #include "tests/testing/status_is.h"
+#include "tests/testing/test_device.h"
 #include "tests/testing/token_lists.h"
 #include "tests/testing/tolerance.h"
 
@@ -87,7 +87,7 @@ class StoreFixture : public ::testing::Test {
     auto store =
         Store::Create({.geometry = geometry_, .capacity = capacity_, .poison_garbage = poison_},
                       [&](const BackendSpec& spec) -> absl::StatusOr<std::unique_ptr<Backend>> {
-                        SSMD_ASSIGN_OR_RETURN(auto backend, device_.CreateBackend(spec));
+                        SSMD_ASSIGN_OR_RETURN(auto backend, device_->CreateBackend(spec));
                         return std::make_unique<FaultyBackend>(
                             std::move(backend), [this](const VerifyParams& params) {
                               return before_verify_ ? before_verify_(params) : absl::OkStatus();
@@ -419,7 +419,8 @@ class StoreFixture : public ::testing::Test {
   bool poison_ = true;
   ManualQueue queue_;
   cpu::ThreadPool pool_{1};
-  cpu::CpuDevice device_{uint64_t{1} << 42, &pool_, &queue_};  // reserved, not touched
+  // On a CPU reserved, not touched.
+  const std::unique_ptr<Device> device_ = MakeTestDevice(uint64_t{1} << 42, &pool_, &queue_);
   Geometry geometry_;
   Capacity capacity_;
   TokenLists::Inputs inputs_;

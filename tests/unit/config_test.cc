@@ -94,6 +94,7 @@ TEST(Config, MistakesAreOneLineNamingFlagExpectedAndActual) {
       {{"--state-memory", "99999999T"}, {"--state-memory", "'99999999T'"}},
       {{"--message-bytes-max", "2G"}, {"--message-bytes-max", "bytes", "'2G'"}},
       {{"--log-level", "loud"}, {"--log-level", "trace|debug", "'loud'"}},
+      {{"--backend", "gpu"}, {"--backend", "auto|cuda|cpu", "'gpu'"}},
       {{"--listen", ""}, {"--listen", "host:port", "''"}},
       {{"--listen", "localhost"}, {"--listen", "host:port", "'localhost'"}},
       {{"--listen", "localhost:99999"}, {"--listen", "0..65535", "'localhost:99999'"}},
@@ -122,12 +123,14 @@ TEST(Config, FlagWinsOverEnvironmentOverFileOverDefault) {
       "\n"
       "  listen = \"unix:/tmp/a#b\"\n"
       "state-memory = 2G\n"
+      "backend = cpu\n"
       "poison-garbage = true\n");
   const CommandLine line =
       Parse({"--config", file.path(), "--sessions-max", "33"},
             {"SSMD_SESSIONS_MAX=22", "SSMD_MODELS_MAX=23", "HOME=/", "SSMDX=1"});
   ASSERT_TRUE(line.run) << line.text;
   EXPECT_EQ(line.config.sessions_max, 33u);
+  EXPECT_EQ(line.config.backend, "cpu");
   EXPECT_EQ(line.config.models_max, 23u);
   EXPECT_EQ(line.config.state_bytes_max, uint64_t{2} << 30);
   EXPECT_EQ(line.config.listen, "unix:/tmp/a#b");

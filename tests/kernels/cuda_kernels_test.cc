@@ -1,0 +1,57 @@
+// Every entry of the dispatch table of verify kernels against the float64 oracle. Needs a GPU.
+#include "gtest/gtest.h"
+#include "kernels/cuda/verify_dispatch.h"
+#include "tests/kernels/verify_fixture.h"
+
+namespace ssmd::testing {
+namespace {
+
+// {heads, key groups, d_k, d_v}: odd ones, and those of published models, with fewer heads.
+constexpr uint32_t kShapes[][4] = {{3, 1, 16, 8},    {6, 3, 48, 24},   {4, 2, 80, 40},
+                                   {8, 1, 128, 64},  {10, 2, 128, 80}, {4, 2, 128, 128},
+                                   {2, 2, 128, 128}, {3, 3, 144, 72},  {2, 1, 256, 256}};
+constexpr Dtype kDtypes[] = {Dtype::kBf16, Dtype::kFp16, Dtype::kFp32};
+
+TEST(CudaKernels, EveryEntryMatchesTheOracle) {
+  for (const cuda::VerifyKernel& kernel : cuda::VerifyKernels()) {
+    RunVerifyKernel(&kernel);
+    size_t index = 0, ran = 0;
+    for (const Family family : {Family::kMamba2, Family::kGdn, Family::kKda}) {
+      for (const auto& s : kShapes) {
+        for (const uint32_t T : {1, 2, 3, 4, 5, 8, 16}) {
+          for (const uint32_t h : {0u, 1u, 9u, 16u}) {
+            ++index;
+            const LayerShape shape{family, s[0], s[1], s[2], s[3]};
+            const Formats formats{.activation = kDtypes[index % 3],
+                                  .correction = index / 3 % 2 ? Dtype::kFp32 : Dtype::kFp16,
+                                  .output = kDtypes[index / 6 % 3]};
+            const uint32_t ring_records = index % 3 ? 32 : 41;
+            cuda::VerifyLaunch launch{.shape = shape, .formats = formats};
+            launch.draft_tokens_max = T;
+            launch.rule = RuleOf(T, index % 2 ? 0 : std::min(h, 3u), ring_records);
+            if (!kernel.supports(launch)) continue;
+            Sequence sequence({.shape = shape,
+                               .formats = formats,
+                               .ring_records = ring_records,
+                               .base = index * 2654435761u % 100000,
+                               .seed = index});
+            sequence.History(h);
+            const int64_t fold_to =
+                index % 2 ? -1 : static_cast<int64_t>(sequence.tail - std::min(h, 3u));
+            SCOPED_TRACE(std::string(kernel.name) + " " + sequence.Name() + " T " +
+                         std::to_string(T) + " fold_to " + std::to_string(fold_to));
+            sequence.VerifyMatchesOracle(sequence.MakeDrafts(T), fold_to);
+            ++ran;
+            if (HasFailure()) return;
+          }
+        }
+      }
+    }
+    RunVerifyKernel(nullptr);
+    std::printf("  %-24s %zu cases\n", kernel.name, ran);
+    EXPECT_GT(ran, 0u) << kernel.name;
+  }
+}
+
+}  // namespace
+}  // namespace ssmd::testing
