@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kThreads)
   for (uint64_t i = blockIdx.x; i < items; i += gridDim.x) {
     const DeviceRow& row = launch.rows[i / per_row];
     const uint32_t head = i % per_row / tiles, tile = i % tiles;
-    if (row.draft_tokens == 0) continue;
+    if (row.draft_tokens < launch.tokens_min) continue;
     if (row.slot == kNone) {
       WriteZeros(launch, row, head, tile);
       continue;

@@ -47,6 +47,7 @@ struct VerifyLaunch {
   const DeviceRow* rows = nullptr;   // [rows_max], of which step->row_count are meaningful
   uint32_t rows_max = 0;             // bounds the grid
   uint32_t draft_tokens_max = 0;     // T of no row exceeds it; of this step where the host knows it
+  uint32_t tokens_min = 1;           // rows of fewer tokens are left to another launch
   bool rows_settled = false;         // the kernel before this one on the stream wrote neither step,
                                      // rows, pages nor rings of this layer: they may be read early
   VerifyInputs inputs;               // post-convolution form, device pointers

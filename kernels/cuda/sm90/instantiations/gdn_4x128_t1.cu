@@ -1,0 +1,4 @@
+#include "kernels/cuda/sm90/tuning.cuh"
+
+template cudaError_t ssmd::cuda::sm90::EnqueueShape<ssmd::Family::kGdn, 4, 128, 1>(
+    const ssmd::cuda::VerifyLaunch&, cudaStream_t);
