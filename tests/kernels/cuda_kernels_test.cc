@@ -1,4 +1,6 @@
 // Every entry of the dispatch table of verify kernels against the float64 oracle. Needs a GPU.
+#include <string_view>
+
 #include "gtest/gtest.h"
 #include "kernels/cuda/verify_dispatch.h"
 #include "tests/kernels/verify_fixture.h"
@@ -51,6 +53,54 @@ TEST(CudaKernels, EveryEntryMatchesTheOracle) {
     std::printf("  %-24s %zu cases\n", kernel.name, ran);
     EXPECT_GT(ran, 0u) << kernel.name;
   }
+}
+
+// The kernels specialised for sm_90a, on the models they are built for with fewer groups: every T,
+// folds included, by the entry of the table that a registration would get.
+TEST(CudaKernels, SpecialisedShapesMatchTheOracle) {
+  constexpr struct {
+    Family family;
+    uint32_t heads, groups, d_v;
+    const char* kernel;
+  } kModels[] = {{Family::kMamba2, 12, 1, 80, "sm90 for one token"},
+                 {Family::kMamba2, 32, 2, 64, "sm90"},
+                 {Family::kGdn, 4, 2, 128, "sm90"},
+                 {Family::kGdn, 8, 2, 128, "sm90"},
+                 {Family::kKda, 4, 4, 128, "sm90 for one token"}};
+  size_t index = 0;
+  for (const auto& model : kModels) {
+    for (const uint32_t T : {1, 2, 3, 4, 5, 8}) {
+      for (const uint32_t h : {0u, 1u, 9u, 16u}) {
+        for (const bool folds : {false, true}) {
+          ++index;
+          const LayerShape shape{model.family, model.heads, model.groups, 128, model.d_v};
+          const Formats formats{.output = index % 2 ? Dtype::kBf16 : Dtype::kFp32};
+          const uint32_t ring_records = 16 + 2 * T;
+          const uint32_t kept = model.family == Family::kKda || index % 3 ? 0 : std::min(h, 3u);
+          cuda::VerifyLaunch launch{.shape = shape, .formats = formats};
+          launch.draft_tokens_max = T;
+          launch.rule = RuleOf(T, kept, ring_records);
+          const cuda::VerifyKernel* kernel = cuda::FindVerifyKernel(launch);
+          ASSERT_NE(kernel, nullptr);
+          if (std::string_view(kernel->name) == "general") GTEST_SKIP() << "no sm_90 GPU";
+          EXPECT_STREQ(kernel->name, model.kernel);
+          RunVerifyKernel(kernel);
+          Sequence sequence({.shape = shape,
+                             .formats = formats,
+                             .ring_records = ring_records,
+                             .base = index * 2654435761u % 100000,
+                             .seed = index});
+          sequence.History(h);
+          const int64_t fold_to = folds ? static_cast<int64_t>(sequence.tail - kept) : -1;
+          SCOPED_TRACE(std::string(kernel->name) + " " + sequence.Name() + " T " +
+                       std::to_string(T) + " fold_to " + std::to_string(fold_to));
+          sequence.VerifyMatchesOracle(sequence.MakeDrafts(T), fold_to);
+          if (HasFailure()) return;
+        }
+      }
+    }
+  }
+  RunVerifyKernel(nullptr);
 }
 
 }  // namespace
