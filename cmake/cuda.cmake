@@ -34,9 +34,9 @@ set(CMAKE_CUDA_STANDARD 20)
 find_package(CUDAToolkit REQUIRED)
 set(SSMD_HAVE_CUDA ON)
 
-# ssmd_cuda_target(<target>): what ssmd_target() does, for .cu sources.
+# ssmd_cuda_target(<target>): ssmd_target(), and the same for .cu sources as far as nvcc has it.
 function(ssmd_cuda_target target)
-  target_include_directories(${target} PUBLIC ${PROJECT_SOURCE_DIR})
+  ssmd_target(${target})
   set(host_warnings -Wall,-Wextra,-Wshadow,-Wnon-virtual-dtor,-Wno-missing-field-initializers)
   set(flags --expt-relaxed-constexpr -Xcompiler=${host_warnings})
   foreach(gencode ${SSMD_CUDA_GENCODE})

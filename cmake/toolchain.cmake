@@ -19,9 +19,10 @@ endif()
 # ssmd_target(<target>): include root and warnings, for code that we wrote.
 function(ssmd_target target)
   target_include_directories(${target} PUBLIC ${PROJECT_SOURCE_DIR})
-  target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor
-                         -Wno-missing-field-initializers)  # designated initialisers rely on defaults
+  set(flags -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor
+            -Wno-missing-field-initializers)  # designated initialisers rely on defaults
   if(SSMD_WERROR)
-    target_compile_options(${target} PRIVATE -Werror)
+    list(APPEND flags -Werror)
   endif()
+  target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:${flags}>")
 endfunction()

@@ -263,7 +263,7 @@ cudaError_t Model::EnqueueVerify(const VerifyArguments& arguments, cudaStream_t 
                 .outputs = raw_outputs_,
                 .poison = arguments.poison};
   if (const cudaError_t error = EnqueuePrepare(raw, stream); error != cudaSuccess) return error;
-  launch.rows_settled = false;
+  launch.rows_settled = true;  // what comes before it writes inputs and convolution rows alone
   launch.inputs = {raw_outputs_.q, raw_outputs_.k, raw_outputs_.v, raw_outputs_.log_alpha};
   if (layer.shape.is_delta_rule()) {
     launch.inputs.beta = raw_outputs_.beta;

@@ -68,7 +68,7 @@ class Model {
     void* output = nullptr;
     uint32_t* poison = nullptr;            // [rows_max] PoisonFlags, or-ed
     uint32_t draft_tokens_max = 0;         // of this step; 0: not known, so the registration's
-    bool rows_settled = false;             // as in VerifyLaunch; post_conv form
+    bool rows_settled = false;             // as in VerifyLaunch; raw form sees to it itself
     const VerifyKernel* kernel = nullptr;  // null: the first that can
   };
   cudaError_t EnqueueVerify(const VerifyArguments& arguments, cudaStream_t stream);

@@ -49,7 +49,7 @@ struct VerifyLaunch {
   uint32_t draft_tokens_max = 0;     // T of no row exceeds it; of this step where the host knows it
   uint32_t tokens_min = 1;           // rows of fewer tokens are left to another launch
   bool rows_settled = false;         // the kernel before this one on the stream wrote neither step,
-                                     // rows, pages nor rings of this layer: they may be read early
+                              // rows, pages nor records of this layer: they may be read early
   VerifyInputs inputs;               // post-convolution form, device pointers
   void* output = nullptr;            // output dtype [tokens, head, d_v]
   uint32_t* poison = nullptr;        // [rows_max] PoisonFlags, or-ed
