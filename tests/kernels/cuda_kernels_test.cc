@@ -1,6 +1,4 @@
 // Every entry of the dispatch table of verify kernels against the float64 oracle. Needs a GPU.
-#include <string_view>
-
 #include "gtest/gtest.h"
 #include "kernels/cuda/verify_dispatch.h"
 #include "tests/kernels/verify_fixture.h"
@@ -10,8 +8,8 @@ namespace {
 
 // {heads, key groups, d_k, d_v}: odd ones, and those of published models, with fewer heads.
 constexpr uint32_t kShapes[][4] = {{3, 1, 16, 8},    {6, 3, 48, 24},   {4, 2, 80, 40},
-                                   {8, 1, 128, 64},  {10, 2, 128, 80}, {4, 2, 128, 128},
-                                   {2, 2, 128, 128}, {3, 3, 144, 72},  {2, 1, 256, 256}};
+                                   {16, 1, 128, 64}, {12, 1, 128, 80}, {4, 2, 128, 128},
+                                   {4, 4, 128, 128}, {3, 3, 144, 72},  {2, 1, 256, 256}};
 constexpr Dtype kDtypes[] = {Dtype::kBf16, Dtype::kFp16, Dtype::kFp32};
 
 TEST(CudaKernels, EveryEntryMatchesTheOracle) {
@@ -27,7 +25,7 @@ TEST(CudaKernels, EveryEntryMatchesTheOracle) {
             const Formats formats{.activation = kDtypes[index % 3],
                                   .correction = index / 3 % 2 ? Dtype::kFp32 : Dtype::kFp16,
                                   .output = kDtypes[index / 6 % 3]};
-            const uint32_t ring_records = index % 3 ? 32 : 41;
+            const uint32_t ring_records = 16 + 2 * std::max(T, 4u) + (index % 5 == 0 ? 9 : 0);
             cuda::VerifyLaunch launch{.shape = shape, .formats = formats};
             launch.draft_tokens_max = T;
             launch.rule = RuleOf(T, index % 2 ? 0 : std::min(h, 3u), ring_records);
@@ -89,7 +87,9 @@ TEST(CudaKernels, SpecialisedShapesMatchTheOracle) {
           ASSERT_NE(kernel, nullptr);
           if (index == 1 && std::string_view(kernel->name) == "general")
             GTEST_SKIP() << "no sm_90 GPU";
-          EXPECT_STREQ(kernel->name, model.kernel);
+          // KDA is built for R - T_max of at most 20.
+          const bool built = model.family != Family::kKda || T <= 4;
+          ASSERT_STREQ(kernel->name, built ? model.kernel : "general");
           RunVerifyKernel(kernel);
           Sequence sequence({.shape = shape,
                              .formats = formats,
