@@ -378,15 +378,8 @@ class Producer {
           append < launch_.ring.ring_records ? append : append - launch_.ring.ring_records;
       chunk.new_scalar = (c.group * C::kHeadsPerGroup) % 4;
     }
-    __syncwarp();
-    if (lane_ == 0) {
-      // compute-sanitizer's racecheck loses the order behind an announcement of no bytes.
-      if (bytes > 0) {
-        ptx::ArriveExpecting(&shared_.chunk_full[c.index], bytes);
-      } else {
-        ptx::Arrive(&shared_.chunk_full[c.index]);
-      }
-    }
+    __syncwarp();  // every lane's words before lane 0's arrival; racecheck does not see it
+    if (lane_ == 0) ptx::ArriveExpecting(&shared_.chunk_full[c.index], bytes);
     __syncwarp();
   }
   __device__ void AnnounceEnd() {
