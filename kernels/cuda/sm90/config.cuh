@@ -68,6 +68,9 @@ struct ItemStage {
 
 enum class ChunkKind : uint32_t { kWork, kZero, kEnd };
 
+// Lanes of the producer that describe a chunk: one a word of its row.
+inline constexpr uint32_t kRowWords = sizeof(DeviceRow) / 4;
+
 // Adjacent items of one row and key group, and everything that they share.
 template <class C>
 struct ChunkStage {
@@ -85,7 +88,7 @@ struct ChunkStage {
   float alpha[C::kChannelwise ? kDk : 1];  // of the new token
   float gamma[C::kChannelwise ? kDk : 1];  // of the committed records
   // Written by the producer.
-  alignas(16) uint32_t row_words[sizeof(DeviceRow) / 4];
+  alignas(16) uint32_t row_words[kRowWords];
   ChunkKind kind;
   uint32_t row;
   uint32_t first_item;  // in its row

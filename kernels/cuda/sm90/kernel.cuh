@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(C::kThreads, 2)
       ptx::InitBarrier(&shared.item_empty[i], C::kConsumerWarps);
     }
     for (int i = 0; i < 2; ++i) {
-      ptx::InitBarrier(&shared.chunk_full[i], 1);
+      ptx::InitBarrier(&shared.chunk_full[i], kRowWords);
       ptx::InitBarrier(&shared.chunk_empty[i], C::kConsumerWarps);
     }
     ptx::FenceBarrierInit();

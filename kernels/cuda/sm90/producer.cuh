@@ -119,8 +119,6 @@ class Producer {
   }
 
  private:
-  static constexpr uint32_t kRowWords = sizeof(DeviceRow) / 4;
-
   // A chunk with the row it belongs to; `issued` items of it are under way.
   struct Chunk {
     uint32_t row_word;  // lane i: word i of the row
@@ -378,8 +376,12 @@ class Producer {
           append < launch_.ring.ring_records ? append : append - launch_.ring.ring_records;
       chunk.new_scalar = (c.group * C::kHeadsPerGroup) % 4;
     }
-    __syncwarp();  // every lane's words before lane 0's arrival; racecheck does not see it
-    if (lane_ == 0) ptx::ArriveExpecting(&shared_.chunk_full[c.index], bytes);
+    // Every lane that has written arrives.
+    if (lane_ == 0) {
+      ptx::ArriveExpecting(&shared_.chunk_full[c.index], bytes);
+    } else if (lane_ < kRowWords) {
+      ptx::Arrive(&shared_.chunk_full[c.index]);
+    }
     __syncwarp();
   }
   __device__ void AnnounceEnd() {
