@@ -17,7 +17,7 @@ grpc::Status Local(const absl::Status& status) {
   return {static_cast<grpc::StatusCode>(status.code()), std::string(status.message())};
 }
 
-grpc::Status Bad(std::string what) { return {grpc::StatusCode::DATA_LOSS, std::move(what)}; }
+grpc::Status Bad(const std::string& what) { return {grpc::StatusCode::DATA_LOSS, what}; }
 
 // What follows in the one order that the bytes have.
 class Cursor {

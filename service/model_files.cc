@@ -14,6 +14,7 @@ namespace {
 class FirstError final : public google::protobuf::io::ErrorCollector {
  public:
   // Protobuf renamed this method; whichever it calls is here, so neither says `override`.
+  // NOLINTNEXTLINE(modernize-use-override)
   void AddError(int line, int column, const std::string& message) { Keep(line, column, message); }
   void RecordError(int line, int column, absl::string_view message) { Keep(line, column, message); }
 

@@ -5,7 +5,7 @@
 
 namespace ssmd {
 
-void StreamTable::Add(std::shared_ptr<Stream> stream) {
+void StreamTable::Add(const std::shared_ptr<Stream>& stream) {
   bool drain = false;
   {
     MutexLock lock(&mu_);

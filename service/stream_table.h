@@ -26,7 +26,7 @@ class StreamTable {
   };
 
   // A stream that comes after DrainAll is told to drain at once.
-  void Add(std::shared_ptr<Stream> stream);
+  void Add(const std::shared_ptr<Stream>& stream);
   void Remove(const Stream* stream);
 
   // After anything that may have ended a step of `owner`. Costs nothing while no BeginStep is held.

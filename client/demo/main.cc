@@ -77,17 +77,17 @@ int RunResume(const ssmd::demo::ResumeOptions& options) {
 
 void AddRemoteFlags(CLI::App& app, ssmd::demo::RemoteOptions& remote) {
   using ssmd::demo::Transport;
-  static const std::map<std::string, ssmd::v1::InputForm> kForms = {
+  static const std::map<std::string, ssmd::v1::InputForm> forms = {
       {"raw", ssmd::v1::INPUT_FORM_RAW}, {"post_conv", ssmd::v1::INPUT_FORM_POST_CONV}};
-  static const std::map<std::string, Transport> kTransports = {{"stream", Transport::kStream},
-                                                               {"unary", Transport::kUnary}};
+  static const std::map<std::string, Transport> transports = {{"stream", Transport::kStream},
+                                                              {"unary", Transport::kUnary}};
   app.add_option("--input-form", remote.form,
                  "raw: the server runs the convolutions too; post_conv: the worker does")
-      ->transform(CLI::CheckedTransformer(kForms).description(""))
+      ->transform(CLI::CheckedTransformer(forms).description(""))
       ->type_name("raw|post_conv")
       ->default_str("raw");
   app.add_option("--transport", remote.transport, "of the steps: one stream, or a call each")
-      ->transform(CLI::CheckedTransformer(kTransports).description(""))
+      ->transform(CLI::CheckedTransformer(transports).description(""))
       ->type_name("stream|unary")
       ->default_str("stream");
 }
@@ -130,10 +130,10 @@ int Main(int argc, char** argv) {
       ->capture_default_str();
 
   AddRemoteFlags(app, options.remote);
-  static const std::map<std::string, ssmd::v1::FlushMode> kFlushes = {
+  static const std::map<std::string, ssmd::v1::FlushMode> flushes = {
       {"fused", ssmd::v1::FLUSH_MODE_FUSED}, {"background", ssmd::v1::FLUSH_MODE_BACKGROUND}};
   app.add_option("--flush", options.flush, "when the server folds records into checkpoints")
-      ->transform(CLI::CheckedTransformer(kFlushes).description(""))
+      ->transform(CLI::CheckedTransformer(flushes).description(""))
       ->type_name("fused|background")
       ->default_str("fused");
 
