@@ -347,19 +347,13 @@ class Sequence {
                            copy(one.log_alpha), copy(one.beta), copy(one.value_scale)};
     std::vector<double> o = at.oracle.Step(token);
     Magnitudes& m = at.magnitudes;
-    const size_t d_k = params.shape.d_k;
-    for (size_t i = 0; i < token.q.size(); i += d_k) {
-      m.q = std::max(m.q, Norm(&token.q[i], d_k));
-      m.k = std::max(m.k, Norm(&token.k[i], d_k));
-    }
-    for (double v : token.v) m.v = std::max(m.v, std::abs(v));
+    Cover(m, token, params.shape.d_k);
     for (size_t row = 0; row < at.u_mass.size(); ++row) {
       const size_t decays = params.shape.decays_per_head();
       const auto first = token.log_alpha.begin() + row / params.shape.d_v * decays;
       const double alpha = std::exp(*std::max_element(first, first + decays));
       at.u_mass[row] = alpha * at.u_mass[row] + std::abs(at.oracle.u()[row]);
       m.u_mass = std::max(m.u_mass, at.u_mass[row]);
-      m.alpha = std::max(m.alpha, alpha);
     }
     return o;
   }

@@ -198,19 +198,7 @@ void History::Setup() {
         continue;
       }
       made_input.post_conv = RandomToken(shape, geometry_.formats.activation, random_);
-      const reference::Token& made = made_input.post_conv;
-      Magnitudes& m = magnitudes_[layer];
-      for (uint32_t group = 0; group < shape.key_group_count; ++group) {
-        double q = 0, k = 0;
-        for (uint32_t i = 0; i < shape.d_k; ++i) {
-          q += made.q[group * shape.d_k + i] * made.q[group * shape.d_k + i];
-          k += made.k[group * shape.d_k + i] * made.k[group * shape.d_k + i];
-        }
-        m.q = std::max(m.q, std::sqrt(q));
-        m.k = std::max(m.k, std::sqrt(k));
-      }
-      for (const double v : made.v) m.v = std::max(m.v, std::abs(v));
-      for (const double a : made.log_alpha) m.alpha = std::max(m.alpha, std::exp(a));
+      Cover(magnitudes_[layer], made_input.post_conv, shape.d_k);
     }
   }
 

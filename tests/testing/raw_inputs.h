@@ -204,18 +204,8 @@ class RawOracle {
 
   void Measure(const reference::Token& token) {
     Magnitudes& m = magnitudes;
-    for (size_t i = 0; i < token.q.size(); i += shape.d_k) {
-      double q = 0, k = 0;
-      for (size_t c = i; c < i + shape.d_k; ++c) {
-        q += token.q[c] * token.q[c];
-        k += token.k[c] * token.k[c];
-      }
-      m.q = std::max(m.q, std::sqrt(q));
-      m.k = std::max(m.k, std::sqrt(k));
-    }
-    for (const double v : token.v) m.v = std::max(m.v, std::abs(v));
+    Cover(m, token, shape.d_k);
     for (const double s : token.value_scale) m.value_scale = std::max(m.value_scale, s);
-    for (const double a : token.log_alpha) m.alpha = std::max(m.alpha, std::exp(a));
     const size_t decays = shape.decays_per_head();
     for (size_t row = 0; row < u_mass.size(); ++row) {
       const auto first = token.log_alpha.begin() + static_cast<ptrdiff_t>(row / shape.d_v * decays);

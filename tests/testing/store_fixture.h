@@ -103,20 +103,7 @@ class StoreFixture : public ::testing::Test {
     for (size_t layer = 0; layer < geometry_.layers.size(); ++layer) {
       const LayerShape& shape = geometry_.layers[layer];
       Magnitudes m{.alpha = 0};
-      for (const auto& token : inputs_) {
-        const reference::Token& made = token[layer];
-        for (uint32_t group = 0; group < shape.key_group_count; ++group) {
-          double q = 0, k = 0;
-          for (uint32_t i = 0; i < shape.d_k; ++i) {
-            q += made.q[group * shape.d_k + i] * made.q[group * shape.d_k + i];
-            k += made.k[group * shape.d_k + i] * made.k[group * shape.d_k + i];
-          }
-          m.q = std::max(m.q, std::sqrt(q));
-          m.k = std::max(m.k, std::sqrt(k));
-        }
-        for (const double v : made.v) m.v = std::max(m.v, std::abs(v));
-        for (const double a : made.log_alpha) m.alpha = std::max(m.alpha, std::exp(a));
-      }
+      for (const auto& token : inputs_) Cover(m, token[layer], shape.d_k);
       magnitudes_[layer] = m;
     }
   }

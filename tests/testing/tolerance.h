@@ -60,6 +60,7 @@
 #include <cmath>
 
 #include "kernels/formats.h"
+#include "tests/reference/token.h"
 
 namespace ssmd::testing {
 
@@ -84,6 +85,21 @@ struct Magnitudes {
   double k_doubt = 0;      // of keys: 2-norm, summed over all tokens, the largest group of each
   double v_doubt = 0;      // of values: summed over all tokens, the largest element of each
 };
+
+// Q, K, V and alpha_max grow to cover `token`, whose keys have d_k elements a group.
+inline void Cover(Magnitudes& m, const reference::Token& token, size_t d_k) {
+  for (size_t i = 0; i < token.q.size(); i += d_k) {
+    double q = 0, k = 0;
+    for (size_t c = i; c < i + d_k; ++c) {
+      q += token.q[c] * token.q[c];
+      k += token.k[c] * token.k[c];
+    }
+    m.q = std::max(m.q, std::sqrt(q));
+    m.k = std::max(m.k, std::sqrt(k));
+  }
+  for (const double v : token.v) m.v = std::max(m.v, std::abs(v));
+  for (const double a : token.log_alpha) m.alpha = std::max(m.alpha, std::exp(a));
+}
 
 // The FP32 error of the convolved `value` before it is rounded. `magnitude`: |bias| + sum |weight
 // z|.
