@@ -255,6 +255,9 @@ TEST_F(QueueTest, ACallWhoseDeadlinePassedIsNotRun) {
   const auto late =
       client_.Call(&Stub::Verify, client_.VerifyOf(step_, 3, 1), std::chrono::milliseconds(50));
   EXPECT_EQ(late.status.error_code(), grpc::DEADLINE_EXCEEDED);
+  // The client's timer and the server's are two: the worker goes on once the server saw the
+  // deadline.
+  EXPECT_TRUE(Poll(absl::Seconds(30), [&] { return CancelledCalls() == 1; }));
   go_.Notify();
   EXPECT_TRUE(Poll(absl::Seconds(30), [&] { return QueueIsEmpty(); }));
   EXPECT_EQ(LayersVerified(), 0u);

@@ -3,9 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <numeric>
 
-#include "absl/time/clock.h"
 #include "tests/testing/notification.h"
 
 namespace ssmd::cpu {
@@ -63,7 +63,6 @@ TEST(BackgroundThreads, OneThreadKeepsTheOrder) {
 TEST(BackgroundThreads, TheEndDropsWhatHasNotBegun) {
   std::atomic<int> ran{0};
   testing::Notification begun, go;
-  std::thread releaser;
   {
     BackgroundThreads background(1);
     background.Post([&] {
@@ -72,13 +71,10 @@ TEST(BackgroundThreads, TheEndDropsWhatHasNotBegun) {
       ++ran;
     });
     begun.WaitForNotification();
-    for (int i = 0; i < 10; ++i) background.Post([&] { ++ran; });
-    releaser = std::thread([&] {  // lets the running task go once the destructor waits for it
-      absl::SleepFor(absl::Milliseconds(20));
-      go.Notify();
-    });
+    // Lets the running task go once the tasks behind it are dropped.
+    const std::shared_ptr<void> last(nullptr, [&](void*) { go.Notify(); });
+    for (int i = 0; i < 10; ++i) background.Post([&ran, last] { ++ran; });
   }
-  releaser.join();
   EXPECT_EQ(ran, 1);
 }
 
