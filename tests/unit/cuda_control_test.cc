@@ -65,7 +65,8 @@ class Pair {
     return found;
   }
   uint64_t Version(uint32_t slot) {  // now and then a wrong one
-    return cpu_.cursor(SlotIndex{slot}).version + (Below(20) == 0);
+    const uint64_t version = cpu_.cursor(SlotIndex{slot}).version;
+    return Below(20) ? version : version - 1 + 2 * Below(2);  // or one of the past or the future
   }
   uint64_t AnyPosition(uint32_t slot) {
     const SlotCursor& cursor = cpu_.cursor(SlotIndex{slot});
@@ -178,7 +179,7 @@ class Pair {
     OpenStep step{index, {}};
     for (const uint32_t slot : idle) {
       step.rows.push_back({SlotIndex{slot},
-                           Below(60) ? cpu_.cursor(SlotIndex{slot}).version : 77777,
+                           Below(3) ? cpu_.cursor(SlotIndex{slot}).version : Version(slot),
                            static_cast<uint32_t>(Below(spec_.rule.draft_tokens_max + 1))});
       if (Below(10) == 0 && step.rows.size() < spec_.rows_max) step.rows.push_back({kNoSlot, 0, 1});
     }
