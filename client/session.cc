@@ -381,10 +381,12 @@ absl::StatusOr<ExportSummary> Session::ExportState(uint64_t model_id, const Expo
     *request.mutable_snapshot() = std::get<v1::SnapshotKey>(source);
   }
   ExportSummary summary;
-  absl::Status exported = caller_->Stream(Method::kExportState, call,
-                                          [&](grpc::ClientContext& context, Caller::Stub& stub) {
-                                            return RunExport(context, stub, request, sink, summary);
-                                          });
+  absl::Status own;
+  absl::Status exported = caller_->Stream(
+      Method::kExportState, call, [&](grpc::ClientContext& context, Caller::Stub& stub) {
+        return RunExport(context, stub, request, sink, own, summary);
+      });
+  if (!own.ok()) return own;
   if (!exported.ok()) return Judge(Method::kExportState, exported);
   if (absl::Status same = JudgeEpoch(Method::kExportState, summary.server_epoch); !same.ok())
     return same;
@@ -402,10 +404,12 @@ absl::StatusOr<v1::ImportStateResponse> Session::ImportState(uint64_t model_id,
   header.set_sequence_id(sequence.id);
   header.set_version(sequence.version);
   v1::ImportStateResponse reply;
-  absl::Status imported = caller_->Stream(Method::kImportState, call,
-                                          [&](grpc::ClientContext& context, Caller::Stub& stub) {
-                                            return RunImport(context, stub, header, source, reply);
-                                          });
+  absl::Status own;
+  absl::Status imported = caller_->Stream(
+      Method::kImportState, call, [&](grpc::ClientContext& context, Caller::Stub& stub) {
+        return RunImport(context, stub, header, source, own, reply);
+      });
+  if (!own.ok()) return own;
   if (!imported.ok()) return Judge(Method::kImportState, imported);
   if (absl::Status same = JudgeEpoch(Method::kImportState, reply.server_epoch()); !same.ok())
     return same;

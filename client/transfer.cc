@@ -88,7 +88,7 @@ uint64_t TotalBytes(absl::Span<const StateComponent> components) {
 }
 
 grpc::Status RunExport(grpc::ClientContext& context, v1::StateService::StubInterface& stub,
-                       const v1::ExportStateRequest& request, StateSink& sink,
+                       const v1::ExportStateRequest& request, StateSink& sink, absl::Status& own,
                        ExportSummary& summary) {
   summary = {};
   const auto reader = stub.ExportState(&context, request);
@@ -108,8 +108,8 @@ grpc::Status RunExport(grpc::ClientContext& context, v1::StateService::StubInter
   summary.descriptor = reply.state();
   const auto components = ComponentsOf(summary.descriptor);
   if (!components.ok()) return give_up(Local(components.status()));
-  if (absl::Status begun = sink.Begin(summary.descriptor); !begun.ok())
-    return give_up(Local(begun));
+  own = sink.Begin(summary.descriptor);
+  if (!own.ok()) return give_up(grpc::Status::CANCELLED);
 
   Cursor cursor(*components);
   Checksum checksum;
@@ -129,8 +129,8 @@ grpc::Status RunExport(grpc::ClientContext& context, v1::StateService::StubInter
                                       chunk.offset_bytes(), " is out of order")));
     checksum.Add(chunk.data());
     summary.bytes += chunk.data().size();
-    absl::Status written = sink.Write(cursor.component(), chunk.offset_bytes(), chunk.data());
-    if (!written.ok()) return give_up(Local(written));
+    own = sink.Write(cursor.component(), chunk.offset_bytes(), chunk.data());
+    if (!own.ok()) return give_up(grpc::Status::CANCELLED);
     cursor.Advance(chunk.data().size());
   }
   if (!finished) {
@@ -147,7 +147,7 @@ grpc::Status RunExport(grpc::ClientContext& context, v1::StateService::StubInter
 
 grpc::Status RunImport(grpc::ClientContext& context, v1::StateService::StubInterface& stub,
                        const v1::ImportStateRequest::Header& header, StateSource& source,
-                       v1::ImportStateResponse& reply) {
+                       absl::Status& own, v1::ImportStateResponse& reply) {
   reply.Clear();
   const auto components = ComponentsOf(source.descriptor());
   if (!components.ok()) return Local(components.status());
@@ -166,12 +166,11 @@ grpc::Status RunImport(grpc::ClientContext& context, v1::StateService::StubInter
     chunk.set_offset_bytes(cursor.offset());
     std::string& data = *chunk.mutable_data();
     data.resize(std::min(chunk_bytes, cursor.left()));
-    absl::Status read =
-        source.Read(cursor.component(), cursor.offset(), {data.data(), data.size()});
-    if (!read.ok()) {
+    own = source.Read(cursor.component(), cursor.offset(), {data.data(), data.size()});
+    if (!own.ok()) {
       context.TryCancel();
       writer->Finish();
-      return Local(read);
+      return grpc::Status::CANCELLED;
     }
     checksum.Add(data);
     open = writer->Write(request);

@@ -66,12 +66,13 @@ struct ExportSummary {
   uint64_t server_epoch = 0;
 };
 
-// One attempt each; what Session is made of.
+// One attempt each; what Session is made of. An error of the sink or the source is put into `own`;
+// the call itself is then CANCELLED, which nobody repeats.
 grpc::Status RunExport(grpc::ClientContext& context, v1::StateService::StubInterface& stub,
-                       const v1::ExportStateRequest& request, StateSink& sink,
+                       const v1::ExportStateRequest& request, StateSink& sink, absl::Status& own,
                        ExportSummary& summary);
 grpc::Status RunImport(grpc::ClientContext& context, v1::StateService::StubInterface& stub,
                        const v1::ImportStateRequest::Header& header, StateSource& source,
-                       v1::ImportStateResponse& reply);
+                       absl::Status& own, v1::ImportStateResponse& reply);
 
 }  // namespace ssmd::client

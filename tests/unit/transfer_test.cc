@@ -189,6 +189,31 @@ TEST_F(TransferTest, ALostExportStartsOver) {
   EXPECT_TRUE(StateFile::Open(path_).ok());
 }
 
+// Fails like a network would, and counts how often it is asked.
+struct BrokenEnd : StateSink, StateSource {
+  absl::Status Begin(const v1::StateDescriptor&) override { return absl::OkStatus(); }
+  absl::Status Write(const StateComponent&, uint64_t, absl::string_view) override { return Fail(); }
+  const v1::StateDescriptor& descriptor() const override { return state; }
+  absl::Status Read(const StateComponent&, uint64_t, absl::Span<char>) override { return Fail(); }
+  absl::Status Fail() {
+    ++failures;
+    return absl::UnavailableError("the disk is away");
+  }
+  const v1::StateDescriptor state = SmallState();
+  int failures = 0;
+};
+
+TEST_F(TransferTest, AnErrorOfTheCallersOwnEndIsReturnedAsItIsAndNotRepeated) {
+  BrokenEnd end;
+  EXPECT_EQ(session_->ExportState(kModel, key_, end).status(),
+            absl::UnavailableError("the disk is away"));
+  EXPECT_EQ(service_.exports, 1);
+  EXPECT_EQ(session_->ImportState(kModel, {5, 1}, end).status(),
+            absl::UnavailableError("the disk is away"));
+  EXPECT_EQ(end.failures, 2);
+  EXPECT_TRUE(session_->status().ok());
+}
+
 TEST_F(TransferTest, WrongOrMissingBytesLeaveNoFile) {
   service_.wrong_checksum = 1;
   EXPECT_TRUE(absl::IsDataLoss(Export().status()));
