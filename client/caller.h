@@ -41,6 +41,12 @@ class Caller {
                    [&](grpc::ClientContext& context) { return run(context, *stub_); });
   }
 
+  // Says who calls; Call and Stream have done so.
+  void Authenticate(grpc::ClientContext& context) const {
+    const std::string& token = options_.security.token;
+    if (!token.empty()) context.AddMetadata("authorization", "Bearer " + token);
+  }
+
   Stub& stub() const { return *stub_; }
   grpc::Channel& channel() const { return *channel_; }
   const Client::Options& options() const { return options_; }

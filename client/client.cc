@@ -39,6 +39,7 @@ absl::Status Caller::Attempt(const RetryRule& rule, bool has_request_id, const C
   RetrySchedule schedule(rule, has_request_id, deadline);
   while (true) {
     grpc::ClientContext context;
+    Authenticate(context);
     // The transport counts real time; the environment's clock may be a test's.
     context.set_deadline(absl::ToChronoTime(absl::Now() + (deadline - environment.now())));
     absl::Status status = FromGrpcStatus(attempt(context), rule.name);
@@ -58,12 +59,20 @@ absl::Status Caller::Attempt(const RetryRule& rule, bool has_request_id, const C
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& target,
                                                         const Options& options) {
-  auto channel =
-      grpc::CreateCustomChannel(target, grpc::InsecureChannelCredentials(), MakeChannelArguments());
+  auto credentials = MakeChannelCredentials(options.security);
+  if (!credentials.ok()) return credentials.status();
+  auto token = ReadToken(options.security);
+  if (!token.ok()) return token.status();
+  grpc::ChannelArguments arguments = MakeChannelArguments();
+  if (!options.security.server_name.empty())
+    arguments.SetSslTargetNameOverride(options.security.server_name);
+  auto channel = grpc::CreateCustomChannel(target, *credentials, arguments);
   if (!channel->WaitForConnected(absl::ToChronoTime(absl::Now() + options.connect_timeout)))
     return absl::UnavailableError(absl::StrCat("no server at ", target, " within ",
                                                absl::FormatDuration(options.connect_timeout)));
-  std::unique_ptr<Client> client = FromChannel(std::move(channel), options);
+  Options with_token = options;
+  with_token.security.token = *std::move(token);
+  std::unique_ptr<Client> client = FromChannel(std::move(channel), with_token);
   auto capabilities = client->GetCapabilities(0, {.timeout = options.connect_timeout});
   if (!capabilities.ok()) return capabilities.status();
   return client;

@@ -22,6 +22,7 @@
 #include "absl/time/time.h"
 #include "client/errors.h"
 #include "client/retry.h"
+#include "client/security.h"
 #include "ssmd/v1/state_service.grpc.pb.h"
 
 namespace ssmd::client {
@@ -48,16 +49,18 @@ class Client {
     absl::Duration connect_timeout = absl::Seconds(5);
     absl::Duration call_timeout = absl::Seconds(30);
     RetryEnvironment environment = SystemRetryEnvironment();
+    Security security;
   };
 
-  // Connects without transport security to a gRPC target ("host:port", "unix:/path", "dns:///...")
-  // and asks for its capabilities. Errors: UNAVAILABLE when there is no server within
-  // connect_timeout.
+  // Connects to a gRPC target ("host:port", "unix:/path", "dns:///..."), as options.security says,
+  // and asks for its capabilities. Errors: those of security.h; UNAVAILABLE when there is no server
+  // within connect_timeout, or one that does not agree about TLS; UNAUTHENTICATED.
   static absl::StatusOr<std::unique_ptr<Client>> Connect(const std::string& target,
                                                          const Options& options);
   static absl::StatusOr<std::unique_ptr<Client>> Connect(const std::string& target);
 
-  // Uses a channel of the caller's: other credentials, an in-process server. Does not connect.
+  // Uses a channel of the caller's: other credentials, an in-process server. Does not connect, and
+  // takes only the token of options.security.
   static std::unique_ptr<Client> FromChannel(std::shared_ptr<grpc::Channel> channel,
                                              const Options& options);
 

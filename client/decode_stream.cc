@@ -58,6 +58,7 @@ DecodeStream::DecodeStream(Session& session, uint64_t model_id, uint32_t calls_m
           calls_max, [&session](Method method, const absl::Status& status) {
             session.Judge(method, status).IgnoreError();
           })) {
+  session.caller_->Authenticate(core_->context());
   session.caller_->stub().async()->Steps(&core_->context(), core_.get());
   core_->Start();
 }

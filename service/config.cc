@@ -19,6 +19,7 @@
 #include "absl/strings/str_split.h"
 #include "kernels/status.h"
 #include "service/config_file.h"
+#include "service/listen.h"
 
 #ifndef SSMD_VERSION
 #define SSMD_VERSION "unknown"
@@ -158,6 +159,21 @@ void AddSettings(Settings& settings, ServerConfig& config) {
                 "Prometheus page, host:port; empty turns it off");
   settings.Bytes("message-bytes-max", config.message_bytes_max, 64u << 10, 1u << 30,
                  "Largest request or reply; K, M, G suffixes");
+  settings.Group("Security");
+  settings.Text("tls-cert", config.tls_cert, "FILE",
+                "Serves TLS with this certificate chain (PEM); with --tls-key");
+  settings.Text("tls-key", config.tls_key, "FILE", "Its private key (PEM)");
+  settings.Text("tls-client-ca", config.tls_client_ca, "FILE",
+                "Mutual TLS: clients must show a certificate of these authorities (PEM)");
+  settings.Uint("tls-reload-ms", config.tls_reload_ms, 100, 3'600'000, "MS",
+                "How often the files of TLS and --tokens are looked at for changes");
+  settings.Text("tokens", config.tokens_file, "FILE",
+                "Bearer tokens with tenant, role and quotas; without it every caller is an admin");
+  settings.Text("admin-listen", config.admin_listen, "ADDRESS",
+                "A second gRPC address, and the only one that answers calls of admins; empty: "
+                "--listen does");
+  settings.Switch("listen-insecure", config.listen_insecure,
+                  "Listen on any address, and in any folder, without TLS or tokens");
   settings.Group("Memory and compute");
   settings.Choice("backend", config.backend, {"auto", "cuda", "cpu"},
                   "Where states live; auto: on a GPU when there is one");
@@ -417,6 +433,14 @@ absl::Status ValidateConfig(const ServerConfig& config) {
   SSMD_RETURN_IF_ERROR(CheckAddress("--listen", config.listen, true));
   if (!config.metrics_listen.empty())
     SSMD_RETURN_IF_ERROR(CheckAddress("--metrics-listen", config.metrics_listen, false));
+  if (!config.admin_listen.empty())
+    SSMD_RETURN_IF_ERROR(CheckAddress("--admin-listen", config.admin_listen, true));
+  if (config.tls_cert.empty() != config.tls_key.empty())
+    return InvalidField("--tls-cert", "--tls-cert: expected --tls-key as well, got one of the two");
+  if (!config.tls_client_ca.empty() && config.tls_cert.empty())
+    return InvalidField("--tls-client-ca",
+                        "--tls-client-ca: expected --tls-cert and --tls-key as well, got neither");
+  SSMD_RETURN_IF_ERROR(CheckExposure(config));
   if (config.lease_ms_min > config.lease_ms_max)
     return InvalidField("--lease-min-ms",
                         absl::StrCat("--lease-min-ms: expected at most --lease-max-ms ",
@@ -462,6 +486,10 @@ std::string DescribeConfig(const ServerConfig& config) {
   const CapacityDefaults& capacity = config.capacity;
   return absl::StrCat(
       "listen=", config.listen, " metrics_listen=", config.metrics_listen,
+      " tls_cert=", config.tls_cert, " tls_key=", config.tls_key,
+      " tls_client_ca=", config.tls_client_ca, " tls_reload_ms=", config.tls_reload_ms,
+      " tokens=", config.tokens_file, " admin_listen=", config.admin_listen,
+      " listen_insecure=", config.listen_insecure ? "true" : "false",
       " message_bytes_max=", config.message_bytes_max, " backend=", config.backend,
       " state_memory=", config.state_bytes_max, " models_max=", config.models_max,
       " compute_threads=", config.compute_threads, " verify_workers=", config.verify_workers,

@@ -29,6 +29,14 @@ struct ServerConfig {
   std::string metrics_listen = "127.0.0.1:9464";  // host:port; empty: off
   uint32_t message_bytes_max = 64u << 20;         // largest request or reply
 
+  // Files; "": off. listen.h and auth.h say what they do.
+  std::string tls_cert, tls_key;  // both or none
+  std::string tls_client_ca;      // clients must have a certificate of it
+  std::string tokens_file;
+  uint32_t tls_reload_ms = 10'000;  // how often these files are looked at
+  bool listen_insecure = false;     // listen anywhere without TLS or tokens
+  std::string admin_listen;         // as listen; "": admin calls are answered on that
+
   std::string backend = "auto";                  // auto | cuda | cpu
   uint64_t state_bytes_max = uint64_t{1} << 30;  // pools of all models together
   uint32_t models_max = 16;

@@ -28,10 +28,12 @@ ServiceCore::ServiceCore(const ServerConfig& server_config, Clock injected_clock
                             : std::make_unique<cpu::CpuDevice>(
                                   config.state_bytes_max, &executor_,
                                   config.flush_threads > 0 ? &flush_threads_ : nullptr)),
+      auth(config.tokens_file, &tenants),
       models({.models_max = config.models_max,
               .defaults = config.capacity,
               .server_epoch = epoch,
-              .poison_garbage = config.poison_garbage},
+              .poison_garbage = config.poison_garbage,
+              .foreign_is_unknown = !config.tokens_file.empty()},
              [this](const BackendSpec& spec) { return device->CreateBackend(spec); }),
       transfers(config.imports_max),
       sessions({.sessions_max = config.sessions_max,
@@ -40,20 +42,22 @@ ServiceCore::ServiceCore(const ServerConfig& server_config, Clock injected_clock
                 .lease_ms_max = config.lease_ms_max,
                 .adoption_ms_max = config.adoption_ms_max},
                clock,
-               [this](OwnerId owner, SessionTable::Sequences sequences) {
-                 return EndOwner(owner, sequences);
+               [this](OwnerId owner, TenantId tenant, SessionTable::Sequences sequences) {
+                 return EndOwner(owner, tenant, sequences);
                }),
       metrics(device->name()),
       collector(std::make_shared<StoreCollector>(&models, [this] { return ReadGauges(); })),
       verify_queue(config.verify_workers, config.verify_queue_max, config.verify_queue_bytes_max) {}
 
-Store::Released ServiceCore::EndOwner(OwnerId owner, SessionTable::Sequences sequences) {
+Store::Released ServiceCore::EndOwner(OwnerId owner, TenantId tenant,
+                                      SessionTable::Sequences sequences) {
   transfers.EndOwner(owner);
   const bool keep = sequences == SessionTable::Sequences::kKeep;
   Store::Released total;
   for (const ModelRef& model : models.All()) {
     const Store::Released released =
         keep ? model->store->DetachOwner(owner) : model->store->ReleaseOwner(owner);
+    if (!keep) tenants.SequencesReleased(tenant, model->id_tag, released.sequences);
     total.sequences += released.sequences;
     total.steps += released.steps;
   }
@@ -66,6 +70,7 @@ Store::Released ServiceCore::EndOwner(OwnerId owner, SessionTable::Sequences seq
 
 void ServiceCore::Sweep() {
   const absl::Time now = clock();
+  auth.LoadIfDue(now, absl::Milliseconds(config.tls_reload_ms));
   for (const ModelRef& model : models.All()) {
     const uint32_t expired = model->store->AbortExpired(now);
     if (expired > 0)

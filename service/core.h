@@ -8,6 +8,7 @@
 
 #include "kernels/cpu/thread_pool.h"
 #include "kernels/device.h"
+#include "service/auth.h"
 #include "service/clock.h"
 #include "service/config.h"
 #include "service/metrics.h"
@@ -15,6 +16,7 @@
 #include "service/sessions.h"
 #include "service/store_collector.h"
 #include "service/stream_table.h"
+#include "service/tenants.h"
 #include "service/transfer_table.h"
 #include "service/verify_queue.h"
 
@@ -30,7 +32,7 @@ class ServiceCore {
 
   // Ends what an owner has open in every model: transfers, steps, imports, and its sequences unless
   // they are kept for adoption.
-  Store::Released EndOwner(OwnerId owner, SessionTable::Sequences sequences);
+  Store::Released EndOwner(OwnerId owner, TenantId tenant, SessionTable::Sequences sequences);
   // Ends sessions and steps whose time is over.
   void Sweep();
   uint32_t LiveSequences() const;
@@ -50,6 +52,8 @@ class ServiceCore {
 
  public:
   const std::unique_ptr<Device> device;
+  TenantTable tenants;
+  Authorizer auth;
   ModelTable models;
   TransferTable transfers;
   SessionTable sessions;

@@ -18,10 +18,16 @@ absl::Status CheckEpoch(const ServiceCore& core, bool has_context, const v1::Cal
       "ssmd/server_epoch", absl::StrCat(core.epoch));
 }
 
-absl::StatusOr<SessionCall> Fence(ServiceCore& core, bool has_context,
+absl::StatusOr<SessionCall> Fence(ServiceCore& core, const Principal& caller, bool has_context,
                                   const v1::CallContext& context) {
   SSMD_RETURN_IF_ERROR(CheckEpoch(core, has_context, context));
-  return core.sessions.Enter(OwnerId{context.session_id()});
+  return core.sessions.Enter(OwnerId{context.session_id()}, caller.tenant);
+}
+
+absl::StatusOr<SessionCall> Reenter(ServiceCore& core, const Principal& caller, Method method,
+                                    OwnerId session) {
+  SSMD_RETURN_IF_ERROR(core.auth.Recheck(caller, method));
+  return core.sessions.Enter(session, caller.tenant);
 }
 
 }  // namespace ssmd

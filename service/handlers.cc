@@ -14,6 +14,15 @@ SequenceVersion Named(uint64_t sequence_id, uint64_t version) {
   return {.id = SequenceId{sequence_id}, .version = version};
 }
 
+// Whose models a caller sees: an admin sees all.
+TenantId ViewOf(const Principal& caller) {
+  return caller.role == Role::kAdmin ? kNoTenant : caller.tenant;
+}
+
+uint64_t SnapshotBytes(const Store& store, const std::string& worker_window) {
+  return store.geometry().checkpoint_bytes() + store.geometry().ring_bytes() + worker_window.size();
+}
+
 template <typename Response>
 void FillNewSequences(const NewSequences& created, Response& response) {
   for (const SequenceId id : created.ids) response.add_sequence_ids(static_cast<uint64_t>(id));
@@ -23,12 +32,14 @@ void FillNewSequences(const NewSequences& created, Response& response) {
 
 }  // namespace
 
-absl::Status RegisterModel(ServiceCore& core, const v1::RegisterModelRequest& request,
+absl::Status RegisterModel(ServiceCore& core, const Principal& caller,
+                           const v1::RegisterModelRequest& request,
                            v1::RegisterModelResponse& response) {
   SSMD_RETURN_IF_ERROR(core.CheckServing());
   SSMD_ASSIGN_OR_RETURN(const ModelDescription description, ParseModelSpec(request.spec()));
-  SSMD_ASSIGN_OR_RETURN(const ModelTable::Registered registered,
-                        core.models.Register(description, ParseCapacity(request.capacity())));
+  SSMD_ASSIGN_OR_RETURN(
+      const ModelTable::Registered registered,
+      core.models.Register(description, ParseCapacity(request.capacity()), caller.tenant));
   const Model& model = *registered.model;
   if (registered.created) {
     spdlog::info("model {} registered: id {:#018x}, {} layers, {} bytes reserved",
@@ -41,7 +52,8 @@ absl::Status RegisterModel(ServiceCore& core, const v1::RegisterModelRequest& re
   return absl::OkStatus();
 }
 
-absl::Status GetCapabilities(ServiceCore& core, const v1::GetCapabilitiesRequest& request,
+absl::Status GetCapabilities(ServiceCore& core, const Principal& caller,
+                             const v1::GetCapabilitiesRequest& request,
                              v1::GetCapabilitiesResponse& response) {
   const ServerConfig& config = core.config;
   response.set_server_version(ServerVersion());
@@ -60,39 +72,46 @@ absl::Status GetCapabilities(ServiceCore& core, const v1::GetCapabilitiesRequest
   response.set_stream_begins_max(config.stream_begins_max);
   response.set_chunk_bytes_max(static_cast<uint32_t>(ChunkBytesMax(config)));
   if (request.model_id() == 0) return absl::OkStatus();
-  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id(), ViewOf(caller)));
   ToProto(model->description, *response.mutable_spec());
   ToProto(model->store->capacity(), *response.mutable_capacity());
   ToProto(*model, *response.mutable_footprint());
   return absl::OkStatus();
 }
 
-absl::Status OpenSession(ServiceCore& core, const v1::OpenSessionRequest& request,
-                         v1::OpenSessionResponse& response) {
+absl::Status OpenSession(ServiceCore& core, const Principal& caller,
+                         const v1::OpenSessionRequest& request, v1::OpenSessionResponse& response) {
   SSMD_RETURN_IF_ERROR(core.CheckServing());
   SSMD_RETURN_IF_ERROR(CheckClientName(request.client_name()));
-  SSMD_ASSIGN_OR_RETURN(
-      const SessionTable::Opened opened,
-      core.sessions.Open(request.lease_ms(), request.client_name(), request.adoption_ms()));
-  spdlog::info("session {:#018x} opened by '{}', lease {} ms", static_cast<uint64_t>(opened.id),
-               request.client_name(), opened.lease_ms);
+  SSMD_ASSIGN_OR_RETURN(const SessionTable::Opened opened,
+                        core.sessions.Open(request.lease_ms(), request.client_name(),
+                                           request.adoption_ms(), caller.tenant));
+  spdlog::info("session {:#018x} opened by '{}' of tenant {}, lease {} ms",
+               static_cast<uint64_t>(opened.id), request.client_name(),
+               core.tenants.NameOf(caller.tenant), opened.lease_ms);
   response.set_session_id(static_cast<uint64_t>(opened.id));
   response.set_lease_ms(opened.lease_ms);
   return absl::OkStatus();
 }
 
-absl::Status GetStatus(ServiceCore& core, const v1::GetStatusRequest&,
+absl::Status GetStatus(ServiceCore& core, const Principal& caller, const v1::GetStatusRequest&,
                        v1::GetStatusResponse& response) {
   response.set_server_version(ServerVersion());
   response.set_backend(core.device->name());
   response.set_uptime_ms(
       static_cast<uint64_t>(absl::ToInt64Milliseconds(core.clock() - core.started)));
-  response.set_sessions(core.sessions.size());
+  const TenantId view = ViewOf(caller);
+  response.set_sessions(view == kNoTenant ? core.sessions.size() : core.sessions.CountOf(view));
   response.set_draining(core.draining.load());
   response.set_state_bytes_used(core.device->bytes_used());
   response.set_state_bytes_max(core.device->bytes_max());
-  for (const ModelRef& model : core.models.All()) {
-    const StoreUsage usage = model->store->usage();
+  for (const ModelRef& model : core.models.All(view)) {
+    StoreUsage usage = model->store->usage();
+    if (view != kNoTenant) {  // of a model that several share, its own
+      const TenantTable::Usage own = core.tenants.Of(view, model->id_tag);
+      usage.sequences = static_cast<uint32_t>(own.sequences);
+      usage.snapshots = static_cast<uint32_t>(own.snapshots);
+    }
     const StoreCounters counters = model->store->counters();
     v1::ModelStatus& status = *response.add_models();
     status.set_model_id(model->id);
@@ -128,7 +147,8 @@ absl::Status CreateSequences(ServiceCore& core, Session& session,
                              const v1::CreateSequencesRequest& request,
                              v1::CreateSequencesResponse& response) {
   SSMD_RETURN_IF_ERROR(core.CheckServing());
-  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model,
+                        core.models.Find(request.model_id(), session.tenant()));
   std::optional<SnapshotKey> snapshot;
   if (request.has_from_snapshot()) {
     SSMD_ASSIGN_OR_RETURN(snapshot, ParseSnapshotKey("from_snapshot", request.from_snapshot()));
@@ -137,11 +157,15 @@ absl::Status CreateSequences(ServiceCore& core, Session& session,
       absl::StrCat("create ", request.model_id(), " ", request.count(), " ",
                    snapshot ? absl::StrCat(snapshot->position, " ", snapshot->digest) : "empty");
   const auto create = [&] {
-    return snapshot ? model->store->CreateFromSnapshot(session.id(), *snapshot, request.count())
+    return snapshot ? model->store->CreateFromSnapshot(
+                          session.id(), ScopedKey(session.tenant(), *snapshot), request.count())
                     : model->store->CreateSequences(session.id(), request.count());
   };
+  const auto counted = [&] {
+    return core.tenants.CreateSequences(session.tenant(), model->id_tag, request.count(), create);
+  };
   SSMD_ASSIGN_OR_RETURN(const NewSequences created,
-                        session.Once(request.request_id(), arguments, create));
+                        session.Once(request.request_id(), arguments, counted));
   FillNewSequences(created, response);
   response.set_worker_window(created.worker_window);
   return absl::OkStatus();
@@ -151,7 +175,8 @@ absl::Status ForkSequences(ServiceCore& core, Session& session,
                            const v1::ForkSequencesRequest& request,
                            v1::ForkSequencesResponse& response) {
   SSMD_RETURN_IF_ERROR(core.CheckServing());
-  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model,
+                        core.models.Find(request.model_id(), session.tenant()));
   std::optional<uint64_t> position;
   if (request.has_position()) position = request.position();
   const std::string arguments =
@@ -161,8 +186,11 @@ absl::Status ForkSequences(ServiceCore& core, Session& session,
     return model->store->Fork(session.id(), Named(request.sequence_id(), request.version()),
                               request.count(), position);
   };
+  const auto counted = [&] {
+    return core.tenants.CreateSequences(session.tenant(), model->id_tag, request.count(), fork);
+  };
   SSMD_ASSIGN_OR_RETURN(const NewSequences created,
-                        session.Once(request.request_id(), arguments, fork));
+                        session.Once(request.request_id(), arguments, counted));
   FillNewSequences(created, response);
   return absl::OkStatus();
 }
@@ -170,17 +198,21 @@ absl::Status ForkSequences(ServiceCore& core, Session& session,
 absl::Status ReleaseSequences(ServiceCore& core, Session& session,
                               const v1::ReleaseSequencesRequest& request,
                               v1::ReleaseSequencesResponse&) {
-  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model,
+                        core.models.Find(request.model_id(), session.tenant()));
   SSMD_ASSIGN_OR_RETURN(
       const std::vector<SequenceId> ids,
       ParseSequenceIds(request.sequence_ids(), model->store->capacity().sequences_max));
-  return model->store->Release(session.id(), ids);
+  SSMD_RETURN_IF_ERROR(model->store->Release(session.id(), ids));
+  core.tenants.SequencesReleased(session.tenant(), model->id_tag, ids.size());
+  return absl::OkStatus();
 }
 
 absl::Status GetSequences(ServiceCore& core, Session& session,
                           const v1::GetSequencesRequest& request,
                           v1::GetSequencesResponse& response) {
-  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model,
+                        core.models.Find(request.model_id(), session.tenant()));
   std::vector<SequenceState> states;
   if (request.sequence_ids().empty()) {
     states = model->store->GetAll(session.id());
@@ -226,7 +258,8 @@ absl::Status CommitFirst(ServiceCore& core, Session& session, const v1::BeginSte
 
 absl::Status BeginStep(ServiceCore& core, Session& session, const v1::BeginStepRequest& request,
                        v1::BeginStepResponse& response) {
-  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model,
+                        core.models.Find(request.model_id(), session.tenant()));
   SSMD_ASSIGN_OR_RETURN(
       ParsedStep parsed,
       ParseBeginStep(request, {.rows_max = model->store->capacity().rows_max,
@@ -248,7 +281,8 @@ absl::Status BeginStep(ServiceCore& core, Session& session, const v1::BeginStepR
 
 absl::Status Commit(ServiceCore& core, Session& session, const v1::CommitRequest& request,
                     v1::CommitResponse& response) {
-  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model,
+                        core.models.Find(request.model_id(), session.tenant()));
   const absl::Span<const uint32_t> accepted(request.accepted().data(), request.accepted_size());
   SSMD_ASSIGN_OR_RETURN(const CommitResult result,
                         model->store->Commit(session.id(), StepId{request.step_id()}, accepted));
@@ -259,13 +293,15 @@ absl::Status Commit(ServiceCore& core, Session& session, const v1::CommitRequest
 
 absl::Status AbortStep(ServiceCore& core, Session& session, const v1::AbortStepRequest& request,
                        v1::AbortStepResponse&) {
-  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model,
+                        core.models.Find(request.model_id(), session.tenant()));
   return model->store->Abort(session.id(), StepId{request.step_id()});
 }
 
 absl::Status Rollback(ServiceCore& core, Session& session, const v1::RollbackRequest& request,
                       v1::RollbackResponse& response) {
-  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model,
+                        core.models.Find(request.model_id(), session.tenant()));
   SSMD_ASSIGN_OR_RETURN(
       const SequenceState state,
       model->store->Rollback(session.id(), Named(request.sequence_id(), request.version()),
@@ -278,28 +314,40 @@ absl::Status Rollback(ServiceCore& core, Session& session, const v1::RollbackReq
 absl::Status CreateSnapshot(ServiceCore& core, Session& session,
                             const v1::CreateSnapshotRequest& request,
                             v1::CreateSnapshotResponse& response) {
-  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model,
+                        core.models.Find(request.model_id(), session.tenant()));
   SSMD_ASSIGN_OR_RETURN(const SnapshotKey key, ParseSnapshotKey("key", request.key()));
   SSMD_RETURN_IF_ERROR(CheckWorkerWindow("worker_window", request.worker_window()));
+  const SnapshotKey scoped = ScopedKey(session.tenant(), key);
+  const auto publish = [&] {
+    return model->store->CreateSnapshot(
+        session.id(), Named(request.sequence_id(), request.version()), scoped,
+        {.overwrite = request.overwrite(), .worker_window = request.worker_window()});
+  };
   SSMD_ASSIGN_OR_RETURN(
       const bool created,
-      model->store->CreateSnapshot(
-          session.id(), Named(request.sequence_id(), request.version()), key,
-          {.overwrite = request.overwrite(), .worker_window = request.worker_window()}));
+      core.tenants.CreateSnapshot(session.tenant(), model->id_tag, scoped,
+                                  SnapshotBytes(*model->store, request.worker_window()), publish));
   response.set_created(created);
   return absl::OkStatus();
 }
 
-absl::Status DeleteSnapshot(ServiceCore& core, Session&, const v1::DeleteSnapshotRequest& request,
-                            v1::DeleteSnapshotResponse&) {
-  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
+absl::Status DeleteSnapshot(ServiceCore& core, Session& session,
+                            const v1::DeleteSnapshotRequest& request, v1::DeleteSnapshotResponse&) {
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model,
+                        core.models.Find(request.model_id(), session.tenant()));
   SSMD_ASSIGN_OR_RETURN(const SnapshotKey key, ParseSnapshotKey("key", request.key()));
-  return model->store->DeleteSnapshot(key);
+  const SnapshotKey scoped = ScopedKey(session.tenant(), key);
+  return core.tenants.DeleteSnapshot(session.tenant(), model->id_tag, scoped,
+                                     [&] { return model->store->DeleteSnapshot(scoped); });
 }
 
 absl::Status UnregisterModel(ServiceCore& core, Session&, const v1::UnregisterModelRequest& request,
                              v1::UnregisterModelResponse& response) {
-  SSMD_ASSIGN_OR_RETURN(const uint32_t snapshots, core.models.Unregister(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelTable::Unregistered gone,
+                        core.models.Unregister(request.model_id()));
+  core.tenants.ModelDropped(gone.id_tag);
+  const uint32_t snapshots = gone.snapshots;
   spdlog::info("model {:#018x} unregistered, {} snapshots dropped", request.model_id(), snapshots);
   response.set_snapshots_dropped(snapshots);
   return absl::OkStatus();
@@ -308,7 +356,8 @@ absl::Status UnregisterModel(ServiceCore& core, Session&, const v1::UnregisterMo
 absl::Status AdoptSequences(ServiceCore& core, Session& session,
                             const v1::AdoptSequencesRequest& request,
                             v1::AdoptSequencesResponse& response) {
-  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model,
+                        core.models.Find(request.model_id(), session.tenant()));
   std::vector<SequenceId> ids;
   if (!request.sequence_ids().empty()) {
     SSMD_ASSIGN_OR_RETURN(
@@ -324,7 +373,8 @@ absl::Status AdoptSequences(ServiceCore& core, Session& session,
 absl::Status FlushSequences(ServiceCore& core, Session& session,
                             const v1::FlushSequencesRequest& request,
                             v1::FlushSequencesResponse& response) {
-  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model,
+                        core.models.Find(request.model_id(), session.tenant()));
   SSMD_ASSIGN_OR_RETURN(
       const std::vector<SequenceId> ids,
       ParseSequenceIds(request.sequence_ids(), model->store->capacity().sequences_max));
@@ -333,12 +383,16 @@ absl::Status FlushSequences(ServiceCore& core, Session& session,
   return absl::OkStatus();
 }
 
-absl::Status LookupPrefix(ServiceCore& core, Session&, const v1::LookupPrefixRequest& request,
+absl::Status LookupPrefix(ServiceCore& core, Session& session,
+                          const v1::LookupPrefixRequest& request,
                           v1::LookupPrefixResponse& response) {
-  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
-  SSMD_ASSIGN_OR_RETURN(const std::vector<std::string> digests, ParseDigests(request.digests()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model,
+                        core.models.Find(request.model_id(), session.tenant()));
+  SSMD_ASSIGN_OR_RETURN(std::vector<std::string> digests, ParseDigests(request.digests()));
+  for (std::string& digest : digests) digest = ScopedDigest(session.tenant(), digest);
   const Store::Prefixes found = model->store->LookupPrefix(digests, request.position_max());
-  for (const SnapshotKey& key : found.keys) ToProto(key, *response.add_keys());
+  for (const SnapshotKey& key : found.keys)
+    ToProto(UnscopedKey(session.tenant(), key), *response.add_keys());
   response.set_too_long(found.too_long);
   core.metrics.CountPrefixLookup(!found.keys.empty()   ? Metrics::PrefixLookup::kHit
                                  : found.too_long == 0 ? Metrics::PrefixLookup::kAbsent
@@ -346,15 +400,21 @@ absl::Status LookupPrefix(ServiceCore& core, Session&, const v1::LookupPrefixReq
   return absl::OkStatus();
 }
 
-absl::Status ListSnapshots(ServiceCore& core, Session&, const v1::ListSnapshotsRequest& request,
+absl::Status ListSnapshots(ServiceCore& core, Session& session,
+                           const v1::ListSnapshotsRequest& request,
                            v1::ListSnapshotsResponse& response) {
-  SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(const ModelRef model,
+                        core.models.Find(request.model_id(), session.tenant()));
   SSMD_ASSIGN_OR_RETURN(const uint32_t page_size, ParsePageSize(request.page_size()));
-  std::optional<SnapshotKey> after;
+  const TenantId tenant = session.tenant();
+  SnapshotKey after;  // a tenant's keys stand together; before the first of them
   if (!request.page_token().empty()) {
     SSMD_ASSIGN_OR_RETURN(after, ParsePageToken(model->id, request.page_token()));
   }
-  std::vector<SnapshotKey> keys = model->store->ListSnapshots(after, page_size + 1);
+  std::vector<SnapshotKey> keys =
+      model->store->ListSnapshots(ScopedKey(tenant, after), page_size + 1);
+  while (!keys.empty() && !IsInScope(tenant, keys.back())) keys.pop_back();
+  for (SnapshotKey& key : keys) key = UnscopedKey(tenant, std::move(key));
   if (keys.size() > page_size) {  // one more than asked: there is a next page
     keys.pop_back();
     response.set_next_page_token(MakePageToken(model->id, keys.back()));
@@ -366,7 +426,7 @@ absl::Status ListSnapshots(ServiceCore& core, Session&, const v1::ListSnapshotsR
 absl::StatusOr<PreparedVerify> PrepareVerify(ServiceCore& core, Session& session,
                                              const v1::VerifyRequest& request) {
   PreparedVerify prepared;
-  SSMD_ASSIGN_OR_RETURN(prepared.model, core.models.Find(request.model_id()));
+  SSMD_ASSIGN_OR_RETURN(prepared.model, core.models.Find(request.model_id(), session.tenant()));
   const Store& store = *prepared.model->store;
   const auto layer = prepared.model->layer_index.find(request.layer_id());
   if (layer == prepared.model->layer_index.end()) {

@@ -1,9 +1,10 @@
 // What each RPC does: parsed request in, reply filled, one absl::Status out. No gRPC here.
 //
-// Handlers with a Session run after the fence (service.cc): epoch and session are right, and the
-// session cannot expire before the call ends. The reply's server_epoch is filled already.
-// All are thread-safe and none computes: Verify comes in two halves, and the second one runs on a
-// worker of the queue.
+// The caller may make the call: the Authorizer has said so. Handlers with a Session run after the
+// fence besides (service.cc): epoch and session are right, and the session cannot expire before the
+// call ends; what they name is looked for among the session's tenant's own. The reply's
+// server_epoch is filled already. All are thread-safe and none computes: Verify comes in two
+// halves, and the second one runs on a worker of the queue.
 #pragma once
 
 #include "service/core.h"
@@ -12,12 +13,14 @@
 
 namespace ssmd::handlers {
 
-absl::Status RegisterModel(ServiceCore&, const v1::RegisterModelRequest&,
+absl::Status RegisterModel(ServiceCore&, const Principal&, const v1::RegisterModelRequest&,
                            v1::RegisterModelResponse&);
-absl::Status GetCapabilities(ServiceCore&, const v1::GetCapabilitiesRequest&,
+absl::Status GetCapabilities(ServiceCore&, const Principal&, const v1::GetCapabilitiesRequest&,
                              v1::GetCapabilitiesResponse&);
-absl::Status OpenSession(ServiceCore&, const v1::OpenSessionRequest&, v1::OpenSessionResponse&);
-absl::Status GetStatus(ServiceCore&, const v1::GetStatusRequest&, v1::GetStatusResponse&);
+absl::Status OpenSession(ServiceCore&, const Principal&, const v1::OpenSessionRequest&,
+                         v1::OpenSessionResponse&);
+absl::Status GetStatus(ServiceCore&, const Principal&, const v1::GetStatusRequest&,
+                       v1::GetStatusResponse&);
 
 absl::Status KeepAlive(ServiceCore&, Session&, const v1::KeepAliveRequest&, v1::KeepAliveResponse&);
 absl::Status CreateSequences(ServiceCore&, Session&, const v1::CreateSequencesRequest&,

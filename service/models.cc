@@ -135,7 +135,8 @@ uint16_t ModelTable::NextIdTag() {
 }
 
 absl::StatusOr<ModelTable::Registered> ModelTable::Register(const ModelDescription& description,
-                                                            const Capacity& requested) {
+                                                            const Capacity& requested,
+                                                            TenantId tenant) {
   const uint64_t id = Fingerprint(description);
   absl::MutexLock register_lock(&register_mu_);
   if (const absl::StatusOr<ModelRef> found = Find(id); found.ok()) {
@@ -144,7 +145,12 @@ absl::StatusOr<ModelTable::Registered> ModelTable::Register(const ModelDescripti
           "spec: another spec has the same fingerprint 0x%016x; change the name", id));
     }
     const std::string difference = CapacityDifference(requested, (*found)->store->capacity());
-    if (difference.empty()) return Registered{*found, false};
+    if (difference.empty()) {
+      absl::MutexLock lock(&mu_);
+      const bool seen = Sees(tenant, **found);
+      (*found)->tenants.insert(tenant);
+      return Registered{*found, !seen};
+    }
     return WithDetail(absl::FailedPreconditionError(absl::StrCat(
                           "capacity: the model is registered with another one: ", difference)),
                       detail::kField, "capacity");
@@ -163,10 +169,12 @@ absl::StatusOr<ModelTable::Registered> ModelTable::Register(const ModelDescripti
       model->layer_ids.push_back(layer_id);
     }
   model->id_tag = NextIdTag();
+  model->tenants.insert(tenant);
   const Store::Options store_options = {.geometry = description.MakeGeometry(),
                                         .capacity = ResolveCapacity(requested, options_.defaults),
                                         .id_tag = model->id_tag,
-                                        .poison_garbage = options_.poison_garbage};
+                                        .poison_garbage = options_.poison_garbage,
+                                        .foreign_is_unknown = options_.foreign_is_unknown};
   SSMD_ASSIGN_OR_RETURN(model->store, Store::Create(store_options, make_backend_));
   SSMD_ASSIGN_OR_RETURN(model->reserved_bytes,
                         ReservedBytes(store_options.geometry, store_options.capacity));
@@ -175,7 +183,7 @@ absl::StatusOr<ModelTable::Registered> ModelTable::Register(const ModelDescripti
   return Registered{std::move(model), true};
 }
 
-absl::StatusOr<uint32_t> ModelTable::Unregister(uint64_t id) {
+absl::StatusOr<ModelTable::Unregistered> ModelTable::Unregister(uint64_t id) {
   absl::MutexLock register_lock(&register_mu_);  // nobody registers it meanwhile
   SSMD_ASSIGN_OR_RETURN(ModelRef model, Find(id));
   SSMD_ASSIGN_OR_RETURN(const uint32_t snapshots, model->store->Retire());
@@ -187,20 +195,23 @@ absl::StatusOr<uint32_t> ModelTable::Unregister(uint64_t id) {
   // next finds the memory free.
   const absl::Time end = absl::Now() + kRetireWait;
   while (model.use_count() > 1 && absl::Now() < end) absl::SleepFor(absl::Microseconds(100));
-  return snapshots;
+  return Unregistered{model->id_tag, snapshots};
 }
 
-absl::StatusOr<ModelRef> ModelTable::Find(uint64_t id) const {
+absl::StatusOr<ModelRef> ModelTable::Find(uint64_t id, TenantId tenant) const {
   absl::MutexLock lock(&mu_);
   for (const ModelRef& model : models_)
-    if (model->id == id) return model;
+    if (model->id == id && Sees(tenant, *model)) return model;
   return absl::NotFoundError(
       absl::StrFormat("model_id: no model 0x%016x is registered on this server", id));
 }
 
-std::vector<ModelRef> ModelTable::All() const {
+std::vector<ModelRef> ModelTable::All(TenantId tenant) const {
   absl::MutexLock lock(&mu_);
-  return models_;
+  std::vector<ModelRef> seen;
+  for (const ModelRef& model : models_)
+    if (Sees(tenant, *model)) seen.push_back(model);
+  return seen;
 }
 
 }  // namespace ssmd

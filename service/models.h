@@ -4,6 +4,9 @@
 // server; 0 is mapped to 1. A call holds its model alive through a ModelRef; a model that was
 // unregistered refuses new sequences and steps, and its memory comes back with its last ModelRef.
 //
+// Tenants see the models that they registered, and those that were registered for everybody; equal
+// specs share one model. To kNoTenant all are visible.
+//
 // Thread-safe. Lock order: register_mu_ (one registration at a time, held while pools are
 // reserved), then mu_ (the table; a leaf).
 #pragma once
@@ -16,8 +19,10 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/synchronization/mutex.h"
 #include "service/config.h"
+#include "service/tenants.h"
 #include "state_store/store.h"
 
 namespace ssmd {
@@ -65,6 +70,8 @@ struct Model {
   std::vector<uint32_t> layer_ids;  // index in the geometry -> worker's layer id
   uint64_t reserved_bytes = 0;
   uint16_t id_tag = 0;
+  // Who registered it, kNoTenant: for everybody. Guarded by ModelTable's mutex.
+  absl::flat_hash_set<TenantId> tenants;
 };
 
 using ModelRef = std::shared_ptr<Model>;
@@ -79,6 +86,7 @@ class ModelTable {
     CapacityDefaults defaults;
     uint64_t server_epoch = 1;
     bool poison_garbage = false;
+    bool foreign_is_unknown = false;  // as in Store::Options
   };
   using MakeBackend = std::function<absl::StatusOr<std::unique_ptr<Backend>>(const BackendSpec&)>;
 
@@ -89,25 +97,34 @@ class ModelTable {
 
   struct Registered {
     ModelRef model;
-    bool created = false;  // false: it was there
+    bool created = false;  // false: it was there, and visible to the tenant
   };
   // `requested` zeros: defaults for a new model, anything for one that is there.
   // Errors: FAILED_PRECONDITION when it is there with another capacity; RESOURCE_EXHAUSTED +
   // LIMIT_REACHED or NO_MEMORY; those of Store::Create. Nothing is registered then.
   absl::StatusOr<Registered> Register(const ModelDescription& description,
-                                      const Capacity& requested);
+                                      const Capacity& requested, TenantId tenant = kNoTenant);
 
-  // Takes a model out of the table and gives its memory back; returns how many snapshots it had.
+  struct Unregistered {
+    uint16_t id_tag = 0;
+    uint32_t snapshots = 0;  // dropped
+  };
+  // Takes a model out of the table, of all tenants, and gives its memory back.
   // Errors: NOT_FOUND; FAILED_PRECONDITION while sequences live or steps, imports or exports are
   // open; it stays registered then.
-  absl::StatusOr<uint32_t> Unregister(uint64_t id);
+  absl::StatusOr<Unregistered> Unregister(uint64_t id);
 
-  absl::StatusOr<ModelRef> Find(uint64_t id) const;  // NOT_FOUND
-  std::vector<ModelRef> All() const;                 // in the order of registration
+  // NOT_FOUND, also for a model that the tenant does not see.
+  absl::StatusOr<ModelRef> Find(uint64_t id, TenantId tenant = kNoTenant) const;
+  std::vector<ModelRef> All(TenantId tenant = kNoTenant) const;  // in the order of registration
 
  private:
   // Distinct for all models that are registered at one time, and used again as late as can be;
   // another epoch most likely gets others.
+  static bool Sees(TenantId tenant, const Model& model) {
+    return tenant == kNoTenant || model.tenants.contains(tenant) ||
+           model.tenants.contains(kNoTenant);
+  }
   uint16_t NextIdTag() ABSL_EXCLUSIVE_LOCKS_REQUIRED(register_mu_);
 
   const Options options_;

@@ -15,7 +15,9 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/gpu_device.h"
 #include "service/handlers.h"
+#include "service/listen.h"
 #include "service/model_files.h"
+#include "service/other_services.h"
 
 namespace ssmd {
 namespace {
@@ -26,6 +28,18 @@ constexpr absl::Duration kDrainPoll = absl::Milliseconds(10);
 // "host:0" with the port that was chosen.
 std::string WithPort(absl::string_view address, int port) {
   return absl::StrCat(address.substr(0, address.rfind(':')), ":", port);
+}
+
+// What --listen-insecure, or one of TLS and tokens without the other, leaves open.
+void WarnOfExposure(absl::string_view flag, const ServerConfig& config) {
+  if (config.tokens_file.empty() && config.tls_client_ca.empty())
+    spdlog::warn(
+        "{}: whoever reaches it may read and change every state (no --tokens, no "
+        "--tls-client-ca)",
+        std::string(flag));
+  if (config.tls_cert.empty())
+    spdlog::warn("{}: states{} travel unencrypted (no --tls-cert)", std::string(flag),
+                 config.tokens_file.empty() ? "" : " and tokens");
 }
 
 // Null: the CPU. Any error of the GPU's runtime means that there is none.
@@ -51,15 +65,26 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerConfig& config
   const bool start_sweeper = options.start_sweeper;
   SSMD_ASSIGN_OR_RETURN(std::unique_ptr<Device> gpu, ChooseGpu(config));
   std::unique_ptr<Server> server(new Server(config, std::move(options), std::move(gpu)));
+  if (server->core_.auth.enabled()) {
+    const absl::Status loaded = server->core_.auth.Load();
+    if (!loaded.ok()) return InvalidField("--tokens", absl::StrCat("--tokens: ", loaded.message()));
+  }
   SSMD_RETURN_IF_ERROR(server->RegisterModelFiles());
   SSMD_RETURN_IF_ERROR(server->StartMetrics());  // first: who is told that we serve can scrape us
-  SSMD_RETURN_IF_ERROR(server->Listen());
+  SSMD_ASSIGN_OR_RETURN(const auto credentials, MakeServerCredentials(config));
+  const bool two_doors = !config.admin_listen.empty();
+  SSMD_RETURN_IF_ERROR(server->Listen("--listen", config.listen,
+                                      two_doors ? Door::kPublic : Door::kOnly, credentials,
+                                      server->public_));
+  if (two_doors)
+    SSMD_RETURN_IF_ERROR(server->Listen("--admin-listen", config.admin_listen, Door::kAdmin,
+                                        credentials, server->admin_));
   if (start_sweeper) server->sweeper_ = std::thread([raw = server.get()] { raw->SweepLoop(); });
   return server;
 }
 
 Server::Server(const ServerConfig& config, ServerOptions options, std::unique_ptr<Device> gpu)
-    : core_(config, std::move(options.clock), std::move(gpu)), service_(MakeStateService(&core_)) {}
+    : core_(config, std::move(options.clock), std::move(gpu)) {}
 
 Server::~Server() { Shutdown(absl::ZeroDuration()); }
 
@@ -67,40 +92,57 @@ absl::Status Server::RegisterModelFiles() {
   for (const std::string& path : core_.config.model_files) {
     SSMD_ASSIGN_OR_RETURN(const v1::RegisterModelRequest request, ReadModelFile(path));
     v1::RegisterModelResponse response;
-    const absl::Status status = handlers::RegisterModel(core_, request, response);
+    const absl::Status status = handlers::RegisterModel(core_, Principal{}, request, response);
     if (!status.ok())
       return absl::Status(status.code(), absl::StrCat(path, ": ", status.message()));
   }
   return absl::OkStatus();
 }
 
-absl::Status Server::Listen() {
+absl::Status Server::Listen(absl::string_view flag, const std::string& address, Door door,
+                            const std::shared_ptr<grpc::ServerCredentials>& credentials,
+                            Entrance& entrance) {
   const ServerConfig& config = core_.config;
+  SSMD_RETURN_IF_ERROR(CheckSocketFolder(flag, address, config));
+  if (!IsLocalAddress(address)) WarnOfExposure(flag, config);
   grpc::EnableDefaultHealthCheckService(true);
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::channelz::experimental::InitChannelzService();
   grpc::ServerBuilder builder;
   int port = 0;
-  builder.AddListeningPort(config.listen, grpc::InsecureServerCredentials(), &port);
+  builder.AddListeningPort(address, credentials, &port);
   builder.SetMaxReceiveMessageSize(static_cast<int>(config.message_bytes_max));
   builder.SetMaxSendMessageSize(static_cast<int>(config.message_bytes_max));
   // Two servers on one port would split the sequences of one client between them.
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   // Clients may probe an idle connection this often.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5'000);
-  builder.RegisterService(service_.get());
-  grpc_server_ = builder.BuildAndStart();
-  if (grpc_server_ == nullptr || port == 0) {
-    grpc_server_ = nullptr;
-    return absl::UnavailableError(absl::StrCat("--listen: cannot listen on '", config.listen,
+  if (core_.auth.enabled() || door != Door::kOnly) {
+    std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> guards;
+    guards.push_back(GuardOtherServices(&core_.auth, door));
+    builder.experimental().SetInterceptorCreators(std::move(guards));
+  }
+  entrance.service = MakeStateService(&core_, door);
+  builder.RegisterService(entrance.service.get());
+  entrance.server = builder.BuildAndStart();
+  if (entrance.server == nullptr || port == 0) {
+    entrance.server = nullptr;
+    return absl::UnavailableError(absl::StrCat(flag, ": cannot listen on '", address,
                                                "': expected a free host:port or unix:path"));
   }
-  address_ =
-      absl::StartsWith(config.listen, "unix:") ? config.listen : WithPort(config.listen, port);
-  grpc::HealthCheckServiceInterface* health = grpc_server_->GetHealthCheckService();
+  SSMD_RETURN_IF_ERROR(RestrictSocket(flag, address, config));
+  entrance.address = absl::StartsWith(address, "unix:") ? address : WithPort(address, port);
+  grpc::HealthCheckServiceInterface* health = entrance.server->GetHealthCheckService();
   health->SetServingStatus(true);
   health->SetServingStatus(v1::StateService::service_full_name(), true);
   return absl::OkStatus();
+}
+
+std::vector<grpc::Server*> Server::GrpcServers() const {
+  std::vector<grpc::Server*> servers;
+  for (const Entrance* entrance : {&public_, &admin_})
+    if (entrance->server != nullptr) servers.push_back(entrance->server.get());
+  return servers;
 }
 
 absl::Status Server::StartMetrics() {
@@ -125,8 +167,9 @@ void Server::SweepLoop() {
 }
 
 void Server::BeginDrain() {
-  if (core_.draining.exchange(true) || grpc_server_ == nullptr) return;
-  grpc_server_->GetHealthCheckService()->SetServingStatus(false);
+  const std::vector<grpc::Server*> servers = GrpcServers();
+  if (core_.draining.exchange(true) || servers.empty()) return;
+  for (grpc::Server* server : servers) server->GetHealthCheckService()->SetServingStatus(false);
   spdlog::info("draining: {} sequences live, {} sessions open", core_.LiveSequences(),
                core_.sessions.size());
 }
@@ -137,12 +180,14 @@ void Server::Shutdown(absl::Duration drain_timeout) {
     if (stopping_) return;
   }
   BeginDrain();
-  if (grpc_server_ != nullptr) {
+  if (const std::vector<grpc::Server*> servers = GrpcServers(); !servers.empty()) {
     const absl::Time end = absl::Now() + drain_timeout;
     while (core_.LiveSequences() > 0 && absl::Now() < end) absl::SleepFor(kDrainPoll);
     core_.streams.DrainAll();
-    grpc_server_->Shutdown(absl::ToChronoTime(absl::Now() + kFinishGrace));
-    grpc_server_.reset();  // after this no reactor is left
+    const auto grace = absl::ToChronoTime(absl::Now() + kFinishGrace);
+    for (grpc::Server* server : servers) server->Shutdown(grace);
+    public_.server.reset();  // after these no reactor is left
+    admin_.server.reset();
     spdlog::info("stopped serving");
   }
   core_.verify_queue.Stop();

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "service/core.h"
 #include "service/service.h"
@@ -29,9 +30,9 @@ struct ServerOptions {
 
 class Server {
  public:
-  // Serves from the moment it returns. Errors: INVALID_ARGUMENT (ValidateConfig); those of
-  // ReadModelFile and RegisterModel, naming the file; UNAVAILABLE naming the flag whose address or
-  // device cannot be had.
+  // Serves from the moment it returns. Errors: INVALID_ARGUMENT (ValidateConfig, the files of TLS
+  // and tokens, the folder of a socket); those of ReadModelFile and RegisterModel, naming the file;
+  // UNAVAILABLE naming the flag whose address or device cannot be had.
   static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerConfig& config,
                                                        ServerOptions options = {});
   ~Server();  // Shutdown(absl::ZeroDuration()) if that was not called
@@ -39,7 +40,8 @@ class Server {
   Server& operator=(const Server&) = delete;
 
   // What clients connect to, with the port that was chosen.
-  const std::string& address() const { return address_; }
+  const std::string& address() const { return public_.address; }
+  const std::string& admin_address() const { return admin_.address; }      // "": none of its own
   const std::string& metrics_address() const { return metrics_address_; }  // "": off
   uint64_t epoch() const { return core_.epoch; }
   // For tests that compare with the store, and for embedders.
@@ -57,15 +59,23 @@ class Server {
  private:
   Server(const ServerConfig& config, ServerOptions options, std::unique_ptr<Device> gpu);
   absl::Status RegisterModelFiles();
-  absl::Status Listen();
+  // One address and its gRPC server. A core may have several.
+  struct Entrance {
+    std::unique_ptr<v1::StateService::CallbackService> service;
+    std::unique_ptr<grpc::Server> server;  // destroyed first
+    std::string address;
+  };
+  absl::Status Listen(absl::string_view flag, const std::string& address, Door door,
+                      const std::shared_ptr<grpc::ServerCredentials>& credentials,
+                      Entrance& entrance);
+  std::vector<grpc::Server*> GrpcServers() const;
   absl::Status StartMetrics();
   void SweepLoop();
 
   ServiceCore core_;
-  std::unique_ptr<v1::StateService::CallbackService> service_;
-  std::unique_ptr<grpc::Server> grpc_server_;
+  Entrance public_, admin_;
   std::unique_ptr<prometheus::Exposer> exposer_;
-  std::string address_, metrics_address_;
+  std::string metrics_address_;
 
   // Not an absl::Mutex: that counts its timeouts on the wall clock, and sweeps would stall while it
   // is set back.

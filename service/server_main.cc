@@ -44,8 +44,11 @@ int main(int argc, char** argv) {
     return 1;
   }
   // Scripts read this line to learn the ports; stdout carries nothing else.
-  std::printf("ssmd-server listening on %s, metrics on %s\n", (*server)->address().c_str(),
+  std::printf("ssmd-server listening on %s, metrics on %s", (*server)->address().c_str(),
               (*server)->metrics_address().empty() ? "none" : (*server)->metrics_address().c_str());
+  if (!(*server)->admin_address().empty())
+    std::printf(", admins on %s", (*server)->admin_address().c_str());
+  std::printf("\n");
   std::fflush(stdout);
 
   int signal_number = 0;

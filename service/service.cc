@@ -19,6 +19,14 @@ namespace {
 
 using Context = grpc::CallbackServerContext;
 
+// Answers a stream that the Authorizer refused; owns itself.
+template <typename Reactor>
+class RefusedStream final : public Reactor {
+ public:
+  explicit RefusedStream(const absl::Status& status) { this->Finish(ToGrpcStatus(status)); }
+  void OnDone() override { delete this; }
+};
+
 // One unary call, from the parsed request to OnDone. Owns itself: gRPC calls OnDone exactly once,
 // after Complete, and nothing of ours may touch the call between Complete and then.
 template <typename Request, typename Response>
@@ -106,14 +114,13 @@ absl::Status Enqueue(VerifyCall* call, handlers::PreparedVerify prepared) {
 
 class StateServiceImpl final : public v1::StateService::CallbackService {
  public:
-  explicit StateServiceImpl(ServiceCore* core) : core_(*core) {}
+  StateServiceImpl(ServiceCore* core, Door door) : core_(*core), door_(door) {}
 
   grpc::ServerUnaryReactor* Verify(Context* context, const v1::VerifyRequest* request,
                                    v1::VerifyResponse* response) override {
     auto* call = new Call(core_, Method::kVerify, context, request, response);
     const absl::Status status = [&]() -> absl::Status {
-      SSMD_ASSIGN_OR_RETURN(call->session,
-                            Fence(core_, request->has_context(), request->context()));
+      SSMD_ASSIGN_OR_RETURN(call->session, Enter(Method::kVerify, *context, *request));
       SSMD_ASSIGN_OR_RETURN(handlers::PreparedVerify prepared,
                             handlers::PrepareVerify(core_, *call->session, *request));
       return Enqueue(call, std::move(prepared));
@@ -122,14 +129,18 @@ class StateServiceImpl final : public v1::StateService::CallbackService {
     return call;
   }
 
-  grpc::ServerBidiReactor<v1::StepsRequest, v1::StepsResponse>* Steps(Context*) override {
-    return ServeSteps(core_);
+  grpc::ServerBidiReactor<v1::StepsRequest, v1::StepsResponse>* Steps(Context* context) override {
+    auto caller = Authorize(Method::kSteps, *context);
+    if (!caller.ok())
+      return Refuse<grpc::ServerBidiReactor<v1::StepsRequest, v1::StepsResponse>>(Method::kSteps,
+                                                                                  caller.status());
+    return ServeSteps(core_, *caller);
   }
 
   grpc::ServerUnaryReactor* CloseSession(Context* context, const v1::CloseSessionRequest* request,
                                          v1::CloseSessionResponse* response) override {
     auto* call = new Call(core_, Method::kCloseSession, context, request, response);
-    auto entered = Fence(core_, request->has_context(), request->context());
+    auto entered = Enter(Method::kCloseSession, *context, *request);
     if (!entered.ok()) {
       call->Complete(entered.status());
       return call;
@@ -146,15 +157,24 @@ class StateServiceImpl final : public v1::StateService::CallbackService {
 
   grpc::ServerReadReactor<v1::ImportStateRequest>* ImportState(
       Context* context, v1::ImportStateResponse* response) override {
-    return ServeImport(core_, context, response);
+    auto caller = Authorize(Method::kImportState, *context);
+    if (!caller.ok())
+      return Refuse<grpc::ServerReadReactor<v1::ImportStateRequest>>(Method::kImportState,
+                                                                     caller.status());
+    return ServeImport(core_, *caller, context, response);
   }
 
   grpc::ServerWriteReactor<v1::ExportStateResponse>* ExportState(
       Context* context, const v1::ExportStateRequest* request) override {
-    return ServeExport(core_, context, request);
+    auto caller = Authorize(Method::kExportState, *context);
+    if (!caller.ok())
+      return Refuse<grpc::ServerWriteReactor<v1::ExportStateResponse>>(Method::kExportState,
+                                                                       caller.status());
+    return ServeExport(core_, *caller, context, request);
   }
 
-// The other RPCs are alike: fence if the handler takes a session, run the handler, answer.
+// The other RPCs are alike: authorize, fence if the handler takes a session, run the handler,
+// answer.
 #define SSMD_UNARY(name)                                                             \
   grpc::ServerUnaryReactor* name(Context* context, const v1::name##Request* request, \
                                  v1::name##Response* response) override {            \
@@ -183,16 +203,35 @@ class StateServiceImpl final : public v1::StateService::CallbackService {
 #undef SSMD_UNARY
 
  private:
+  absl::StatusOr<Principal> Authorize(Method method, const Context& context) const {
+    return core_.auth.Authorize(door_, method, context);
+  }
+
+  // The session of a call, by a caller who may make it.
+  template <typename Request>
+  absl::StatusOr<SessionCall> Enter(Method method, const Context& context, const Request& request) {
+    SSMD_ASSIGN_OR_RETURN(const Principal caller, Authorize(method, context));
+    return Fence(core_, caller, request.has_context(), request.context());
+  }
+
+  template <typename Reactor>
+  Reactor* Refuse(Method method, const absl::Status& status) {
+    core_.metrics.CountRpc(method, status.code(), absl::ZeroDuration());
+    spdlog::debug("{} refused: {}", MethodName(method), status.ToString());
+    return new RefusedStream<Reactor>(status);
+  }
+
   template <typename Request, typename Response, typename Handler>
   grpc::ServerUnaryReactor* Serve(Method method, Context* context, const Request* request,
                                   Response* response, Handler handler) {
     auto* call = new Call<Request, Response>(core_, method, context, request, response);
     call->Complete([&]() -> absl::Status {
-      if constexpr (std::invocable<Handler, ServiceCore&, const Request&, Response&>) {
-        return handler(core_, *request, *response);
+      if constexpr (std::invocable<Handler, ServiceCore&, const Principal&, const Request&,
+                                   Response&>) {
+        SSMD_ASSIGN_OR_RETURN(const Principal caller, Authorize(method, *context));
+        return handler(core_, caller, *request, *response);
       } else {
-        SSMD_ASSIGN_OR_RETURN(call->session,
-                              Fence(core_, request->has_context(), request->context()));
+        SSMD_ASSIGN_OR_RETURN(call->session, Enter(method, *context, *request));
         return handler(core_, *call->session, *request, *response);
       }
     }());
@@ -200,12 +239,13 @@ class StateServiceImpl final : public v1::StateService::CallbackService {
   }
 
   ServiceCore& core_;
+  const Door door_;
 };
 
 }  // namespace
 
-std::unique_ptr<v1::StateService::CallbackService> MakeStateService(ServiceCore* core) {
-  return std::make_unique<StateServiceImpl>(core);
+std::unique_ptr<v1::StateService::CallbackService> MakeStateService(ServiceCore* core, Door door) {
+  return std::make_unique<StateServiceImpl>(core, door);
 }
 
 }  // namespace ssmd

@@ -8,7 +8,8 @@
 
 namespace ssmd {
 
-// `core` outlives the service and every call of it.
-std::unique_ptr<v1::StateService::CallbackService> MakeStateService(ServiceCore* core);
+// `core` outlives the service and every call of it; `door`: the address that it is for.
+std::unique_ptr<v1::StateService::CallbackService> MakeStateService(ServiceCore* core,
+                                                                    Door door = Door::kOnly);
 
 }  // namespace ssmd

@@ -85,7 +85,7 @@ void SessionTable::Renew(Session& session) {
 
 absl::StatusOr<SessionTable::Opened> SessionTable::Open(uint32_t lease_ms,
                                                         absl::string_view client_name,
-                                                        uint32_t adoption_ms) {
+                                                        uint32_t adoption_ms, TenantId tenant) {
   if (lease_ms == 0) lease_ms = options_.lease_ms_default;
   if (lease_ms < options_.lease_ms_min || lease_ms > options_.lease_ms_max) {
     return InvalidField("lease_ms", absl::StrCat("lease_ms: expected 0 or ", options_.lease_ms_min,
@@ -106,6 +106,7 @@ absl::StatusOr<SessionTable::Opened> SessionTable::Open(uint32_t lease_ms,
   do {
     session->id_ = OwnerId{RandomId()};
   } while (sessions_.contains(session->id_) || kept_.contains(session->id_));
+  session->tenant_ = tenant;
   session->client_name_ = std::string(client_name);
   session->lease_ms_ = lease_ms;
   session->adoption_ms_ = adoption_ms;
@@ -115,10 +116,10 @@ absl::StatusOr<SessionTable::Opened> SessionTable::Open(uint32_t lease_ms,
   return Opened{session->id_, lease_ms};
 }
 
-absl::StatusOr<SessionCall> SessionTable::Enter(OwnerId id) {
+absl::StatusOr<SessionCall> SessionTable::Enter(OwnerId id, TenantId tenant) {
   absl::MutexLock lock(&mu_);
   const auto found = sessions_.find(id);
-  if (found == sessions_.end()) return UnknownSession(id);
+  if (found == sessions_.end() || found->second->tenant_ != tenant) return UnknownSession(id);
   Session& session = *found->second;
   if (session.calls_in_flight_ == 0 && session.lease_end_ <= clock_()) return UnknownSession(id);
   ++session.calls_in_flight_;
@@ -138,11 +139,13 @@ void SessionTable::Leave(const std::shared_ptr<Session>& session) {
 
 Store::Released SessionTable::End(const Session& session) {
   const bool keep = session.adoption_ms_ > 0;
-  Store::Released ended = end_(session.id_, keep ? Sequences::kKeep : Sequences::kRelease);
+  Store::Released ended =
+      end_(session.id_, session.tenant_, keep ? Sequences::kKeep : Sequences::kRelease);
   absl::MutexLock lock(&mu_);
   ending_.erase(session.id_);
   if (!keep || ended.sequences == 0) return ended;
   kept_[session.id_] = {.until = clock_() + absl::Milliseconds(session.adoption_ms_),
+                        .tenant = session.tenant_,
                         .sequences = ended.sequences};
   ended.sequences = 0;
   return ended;
@@ -155,7 +158,7 @@ absl::Status SessionTable::Close(const SessionCall& call,
   if (session.closing_) return UnknownSession(session.id_);
   session.closing_ = true;
   session.on_ended_ = std::move(done);
-  ending_.insert(session.id_);
+  ending_.emplace(session.id_, session.tenant_);
   sessions_.erase(session.id_);
   return absl::OkStatus();
 }
@@ -170,7 +173,7 @@ absl::StatusOr<std::vector<SequenceState>> SessionTable::Adopt(const Session& ad
   if (ids.empty() || !wanted.empty()) {
     {
       absl::MutexLock lock(&mu_);
-      SSMD_RETURN_IF_ERROR(CheckKept(old));
+      SSMD_RETURN_IF_ERROR(CheckKept(old, adopter.tenant()));
       if (ids.empty())
         for (const auto& [owner, id] : kept_.at(old).adopted)
           if (owner == adopter.id()) owned.push_back(id);
@@ -201,10 +204,14 @@ void SessionTable::RecordAdopted(OwnerId old, OwnerId adopter,
   adopted_out_.pop_front();
 }
 
-absl::Status SessionTable::CheckKept(OwnerId old) const {
+absl::Status SessionTable::CheckKept(OwnerId old, TenantId tenant) const {
   const auto kept = kept_.find(old);
-  if (kept != kept_.end() && kept->second.until > clock_()) return absl::OkStatus();
-  if (sessions_.contains(old) || ending_.contains(old)) {
+  if (kept != kept_.end() && kept->second.until > clock_() && kept->second.tenant == tenant)
+    return absl::OkStatus();
+  const auto living = sessions_.find(old);
+  const auto ending = ending_.find(old);
+  if ((living != sessions_.end() && living->second->tenant_ == tenant) ||
+      (ending != ending_.end() && ending->second == tenant)) {
     return WithDetail(absl::PermissionDeniedError(absl::StrFormat(
                           "old_session_id: session 0x%016x lives; its sequences are its own",
                           static_cast<uint64_t>(old))),
@@ -218,15 +225,15 @@ absl::Status SessionTable::CheckKept(OwnerId old) const {
 
 void SessionTable::ReleaseOverdue() {
   absl::MutexLock adopt_lock(&adopt_mu_);
-  std::vector<OwnerId> overdue;
+  std::vector<std::pair<OwnerId, TenantId>> overdue;
   {
     absl::MutexLock lock(&mu_);
     const absl::Time now = clock_();
     for (const auto& [id, kept] : kept_)
-      if (kept.until <= now) overdue.push_back(id);
+      if (kept.until <= now) overdue.emplace_back(id, kept.tenant);
   }
-  for (const OwnerId id : overdue) {
-    end_(id, Sequences::kRelease);
+  for (const auto& [id, tenant] : overdue) {
+    end_(id, tenant, Sequences::kRelease);
     absl::MutexLock lock(&mu_);
     kept_.erase(id);
     std::erase(adopted_out_, id);
@@ -241,7 +248,7 @@ uint32_t SessionTable::ExpireLeases() {
     for (const auto& [id, session] : sessions_)
       if (session->calls_in_flight_ == 0 && session->lease_end_ <= now) expired.push_back(session);
     for (const std::shared_ptr<Session>& session : expired) {
-      ending_.insert(session->id_);
+      ending_.emplace(session->id_, session->tenant_);
       sessions_.erase(session->id_);
     }
     expired_count_ += expired.size();
@@ -254,6 +261,13 @@ uint32_t SessionTable::ExpireLeases() {
 uint32_t SessionTable::size() const {
   absl::MutexLock lock(&mu_);
   return static_cast<uint32_t>(sessions_.size());
+}
+
+uint32_t SessionTable::CountOf(TenantId tenant) const {
+  absl::MutexLock lock(&mu_);
+  uint32_t count = 0;
+  for (const auto& [id, session] : sessions_) count += session->tenant_ == tenant;
+  return count;
 }
 
 uint32_t SessionTable::kept_count() const {

@@ -8,7 +8,8 @@
 //   - The end function runs exactly once per session, when the session can no longer be entered
 //     and no call of it is in flight; so nothing is created for an owner that was already released.
 //   - A session with a call in flight never expires; the end of a call renews the lease.
-//   - Session ids are random and never zero; knowing one is what makes a caller its owner.
+//   - Session ids are random and never zero; knowing one is what makes a caller of its tenant its
+//     owner. To other tenants it is unknown, living or kept.
 //   - At most sessions_max open sessions. Ended ones do not count, or those who come to adopt might
 //     find no place: while they keep sequences these bound them (each keeps one at least), and of
 //     those whose sequences are all adopted at most sessions_max are remembered.
@@ -28,11 +29,11 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
-#include "absl/container/flat_hash_set.h"
 #include "absl/functional/function_ref.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "service/clock.h"
+#include "service/tenants.h"
 #include "state_store/store.h"
 
 namespace ssmd {
@@ -44,6 +45,7 @@ class SessionTable;
 class Session {
  public:
   OwnerId id() const { return id_; }
+  TenantId tenant() const { return tenant_; }
   const std::string& client_name() const { return client_name_; }
   uint32_t lease_ms() const { return lease_ms_; }
   uint32_t adoption_ms() const { return adoption_ms_; }
@@ -66,6 +68,7 @@ class Session {
   };
 
   OwnerId id_{};
+  TenantId tenant_ = kNoTenant;
   std::string client_name_;
   uint32_t lease_ms_ = 0;
   uint32_t adoption_ms_ = 0;
@@ -121,7 +124,7 @@ class SessionTable {
   };
   // Ends whatever an owner has open in every store; returns how many sequences were released, or
   // kept.
-  using EndFunction = std::function<Store::Released(OwnerId, Sequences)>;
+  using EndFunction = std::function<Store::Released(OwnerId, TenantId, Sequences)>;
 
   SessionTable(const Options& options, Clock clock, EndFunction end)
       : options_(options), clock_(std::move(clock)), end_(std::move(end)) {}
@@ -131,11 +134,11 @@ class SessionTable {
   // lease_ms 0: the default. adoption_ms 0: nothing is kept. Errors: INVALID_ARGUMENT outside the
   // limits; RESOURCE_EXHAUSTED + LIMIT_REACHED.
   absl::StatusOr<Opened> Open(uint32_t lease_ms, absl::string_view client_name,
-                              uint32_t adoption_ms = 0);
+                              uint32_t adoption_ms = 0, TenantId tenant = kNoTenant);
 
   // Errors: NOT_FOUND + SESSION_EXPIRED for a session that is unknown, closed or expired (even if
   // not swept yet).
-  absl::StatusOr<SessionCall> Enter(OwnerId id);
+  absl::StatusOr<SessionCall> Enter(OwnerId id, TenantId tenant = kNoTenant);
 
   // No further Enter succeeds; when the last call in flight (this one included) has ended, the
   // session is ended and then `done` runs, with nothing released if it is kept. Errors: NOT_FOUND
@@ -155,6 +158,7 @@ class SessionTable {
   uint32_t ExpireLeases();
 
   uint32_t size() const;
+  uint32_t CountOf(TenantId tenant) const;
   uint32_t kept_count() const;  // ended sessions whose sequences wait for adoption
   uint64_t opened_count() const;
   uint64_t expired_count() const;
@@ -164,6 +168,7 @@ class SessionTable {
   // An ended session whose sequences are, or were, kept.
   struct Kept {
     absl::Time until;
+    TenantId tenant = kNoTenant;
     uint32_t sequences = 0;                               // still kept
     std::vector<std::pair<OwnerId, SequenceId>> adopted;  // by whom
   };
@@ -171,7 +176,7 @@ class SessionTable {
   void Leave(const std::shared_ptr<Session>& session);
   // Requires: the session cannot be entered, no call of it is in flight, and its id is in ending_.
   Store::Released End(const Session& session);
-  absl::Status CheckKept(OwnerId old) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status CheckKept(OwnerId old, TenantId tenant) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void RecordAdopted(OwnerId old, OwnerId adopter, absl::Span<const SequenceState> moved)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void ReleaseOverdue();
@@ -185,7 +190,7 @@ class SessionTable {
       ABSL_ACQUIRED_BEFORE(mu_);  // held while kept sequences move or are released
   mutable absl::Mutex mu_;
   absl::flat_hash_map<OwnerId, std::shared_ptr<Session>> sessions_ ABSL_GUARDED_BY(mu_);
-  absl::flat_hash_set<OwnerId> ending_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<OwnerId, TenantId> ending_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<OwnerId, Kept> kept_ ABSL_GUARDED_BY(mu_);
   // Of kept_, those that keep nothing any more: there for repeats of AdoptSequences. Oldest first.
   std::deque<OwnerId> adopted_out_ ABSL_GUARDED_BY(mu_);

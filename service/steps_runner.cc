@@ -39,9 +39,10 @@ Method MethodOf(const v1::StepsRequest& request) {
 
 }  // namespace
 
-StepsRunner::StepsRunner(ServiceCore& core, Replies& replies)
+StepsRunner::StepsRunner(ServiceCore& core, Replies& replies, const Principal& caller)
     : core_(core),
       replies_(replies),
+      caller_(caller),
       held_(core.config.stream_begins_max, &core.streams.held),
       begun_(&core.models) {}
 
@@ -51,7 +52,8 @@ absl::Status StepsRunner::AdmitFirst(const StepsCallRef& call) {
   call->begun = core_.clock();
   call->method = MethodOf(call->request);
   const v1::StepsRequest& request = call->request;
-  SSMD_ASSIGN_OR_RETURN(call->session, Fence(core_, request.has_context(), request.context()));
+  SSMD_ASSIGN_OR_RETURN(call->session,
+                        Fence(core_, caller_, request.has_context(), request.context()));
   owner_.store(request.context().session_id(), std::memory_order_relaxed);
   Dispatch(call);
   return absl::OkStatus();
@@ -60,21 +62,21 @@ absl::Status StepsRunner::AdmitFirst(const StepsCallRef& call) {
 void StepsRunner::Admit(const StepsCallRef& call) {
   call->begun = core_.clock();
   call->method = MethodOf(call->request);
-  absl::StatusOr<SessionCall> session = Reenter(call->request);
+  absl::StatusOr<SessionCall> session = EnterAgain(call->request);
   if (!session.ok()) return Reply(call, session.status());
   call->session = *std::move(session);
   Dispatch(call);
 }
 
 // A later message's context, if any, must be the first one's.
-absl::StatusOr<SessionCall> StepsRunner::Reenter(const v1::StepsRequest& request) {
+absl::StatusOr<SessionCall> StepsRunner::EnterAgain(const v1::StepsRequest& request) {
   if (request.has_context()) {
     SSMD_RETURN_IF_ERROR(CheckEpoch(core_, true, request.context()));
     if (OwnerId{request.context().session_id()} != owner())
       return InvalidField("context.session_id",
                           "context.session_id: expected the session of the first message");
   }
-  return core_.sessions.Enter(owner());
+  return Reenter(core_, caller_, Method::kSteps, owner());
 }
 
 void StepsRunner::Dispatch(const StepsCallRef& call) {
@@ -220,7 +222,7 @@ void StepsRunner::CheckHeld() {
     // The request may be another thread's already, which took the call; its predecessors stay.
     const BegunSteps::State state = begun_.Look(owner(), call->predecessors);
     if (state == BegunSteps::State::kOpen || !held_.Take(call)) continue;
-    absl::StatusOr<SessionCall> session = core_.sessions.Enter(owner());
+    absl::StatusOr<SessionCall> session = Reenter(core_, caller_, Method::kSteps, owner());
     if (!session.ok()) {
       Reply(call, session.status());
       continue;

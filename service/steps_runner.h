@@ -35,7 +35,7 @@ class StepsRunner : public std::enable_shared_from_this<StepsRunner> {
     ~Replies() = default;
   };
 
-  StepsRunner(ServiceCore& core, Replies& replies);
+  StepsRunner(ServiceCore& core, Replies& replies, const Principal& caller = {});
 
   OwnerId owner() const { return OwnerId{owner_.load(std::memory_order_relaxed)}; }
 
@@ -57,7 +57,7 @@ class StepsRunner : public std::enable_shared_from_this<StepsRunner> {
   void AbortOpenSteps();
 
  private:
-  absl::StatusOr<SessionCall> Reenter(const v1::StepsRequest& request);
+  absl::StatusOr<SessionCall> EnterAgain(const v1::StepsRequest& request);
   void Dispatch(const StepsCallRef& call);
   absl::Status CheckWanted(const StepsCall& call) const;
 
@@ -76,6 +76,7 @@ class StepsRunner : public std::enable_shared_from_this<StepsRunner> {
 
   ServiceCore& core_;
   Replies& replies_;
+  const Principal caller_;
   std::atomic<uint64_t> owner_{0};
   StepLanes lanes_;
   HeldBegins held_;

@@ -26,8 +26,10 @@ class StepsStream final : public grpc::ServerBidiReactor<v1::StepsRequest, v1::S
                           public StepsRunner::Replies,
                           public std::enable_shared_from_this<StepsStream> {
  public:
-  explicit StepsStream(ServiceCore& core)
-      : core_(core), opened_(core.clock()), runner_(std::make_shared<StepsRunner>(core, *this)) {}
+  StepsStream(ServiceCore& core, const Principal& caller)
+      : core_(core),
+        opened_(core.clock()),
+        runner_(std::make_shared<StepsRunner>(core, *this, caller)) {}
 
   void Start() {
     self_ = shared_from_this();
@@ -219,8 +221,9 @@ class StepsStream final : public grpc::ServerBidiReactor<v1::StepsRequest, v1::S
 
 }  // namespace
 
-grpc::ServerBidiReactor<v1::StepsRequest, v1::StepsResponse>* ServeSteps(ServiceCore& core) {
-  const auto stream = std::make_shared<StepsStream>(core);
+grpc::ServerBidiReactor<v1::StepsRequest, v1::StepsResponse>* ServeSteps(ServiceCore& core,
+                                                                         const Principal& caller) {
+  const auto stream = std::make_shared<StepsStream>(core, caller);
   stream->Start();
   return stream.get();
 }

@@ -27,7 +27,9 @@
 
 namespace ssmd {
 
-// The reactor of a new stream; owns itself. `core` outlives it.
-grpc::ServerBidiReactor<v1::StepsRequest, v1::StepsResponse>* ServeSteps(ServiceCore& core);
+// The reactor of a new stream; owns itself. `core` outlives it. `caller` may open it; each call
+// asks again whether its token is still good.
+grpc::ServerBidiReactor<v1::StepsRequest, v1::StepsResponse>* ServeSteps(ServiceCore& core,
+                                                                         const Principal& caller);
 
 }  // namespace ssmd

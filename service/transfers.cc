@@ -26,8 +26,9 @@ absl::Status SessionGone(OwnerId owner) {
 // completes at once runs its reaction (which finds finished_ set) inside the call that started it.
 class StreamBase : public Transfer {
  public:
-  StreamBase(ServiceCore& core, Method method, grpc::CallbackServerContext* context)
-      : core_(core), context_(context), method_(method), begun_(core.clock()) {}
+  StreamBase(ServiceCore& core, const Principal& caller, Method method,
+             grpc::CallbackServerContext* context)
+      : core_(core), caller_(caller), context_(context), method_(method), begun_(core.clock()) {}
 
  protected:
   void Count(const absl::Status& status) {
@@ -40,6 +41,7 @@ class StreamBase : public Transfer {
   }
 
   ServiceCore& core_;
+  const Principal caller_;
   grpc::CallbackServerContext* const context_;
   const Method method_;
   const absl::Time begun_;
@@ -54,9 +56,9 @@ class StreamBase : public Transfer {
 class ImportStream final : public grpc::ServerReadReactor<v1::ImportStateRequest>,
                            public StreamBase {
  public:
-  ImportStream(ServiceCore& core, grpc::CallbackServerContext* context,
+  ImportStream(ServiceCore& core, const Principal& caller, grpc::CallbackServerContext* context,
                v1::ImportStateResponse* response)
-      : StreamBase(core, Method::kImportState, context), response_(*response) {
+      : StreamBase(core, caller, Method::kImportState, context), response_(*response) {
     response_.set_server_epoch(core.epoch);
   }
   void Start(std::shared_ptr<ImportStream> self) {
@@ -102,11 +104,11 @@ class ImportStream final : public grpc::ServerReadReactor<v1::ImportStateRequest
     }
     if (is_header) {
       opened_ = true;
-      SSMD_ASSIGN_OR_RETURN(
-          call, Fence(core_, message_.header().has_context(), message_.header().context()));
+      SSMD_ASSIGN_OR_RETURN(call, Fence(core_, caller_, message_.header().has_context(),
+                                        message_.header().context()));
       return Open(call->id());
     }
-    SSMD_ASSIGN_OR_RETURN(call, core_.sessions.Enter(owner_));
+    SSMD_ASSIGN_OR_RETURN(call, Reenter(core_, caller_, method_, owner_));
     std::lock_guard lock(mu_);
     if (finished_) return SessionGone(owner_);
     switch (message_.message_case()) {
@@ -128,7 +130,7 @@ class ImportStream final : public grpc::ServerReadReactor<v1::ImportStateRequest
   absl::Status Open(OwnerId owner) {
     const v1::ImportStateRequest::Header& header = message_.header();
     std::lock_guard lock(mu_);
-    SSMD_ASSIGN_OR_RETURN(model_, core_.models.Find(header.model_id()));
+    SSMD_ASSIGN_OR_RETURN(model_, core_.models.Find(header.model_id(), caller_.tenant));
     owner_ = owner;
     SSMD_RETURN_IF_ERROR(CheckDescriptor(*model_, header.state()));
     SSMD_RETURN_IF_ERROR(core_.transfers.Add(owner, self_, /*is_import=*/true));
@@ -165,8 +167,8 @@ class ImportStream final : public grpc::ServerReadReactor<v1::ImportStateRequest
 class ExportStream final : public grpc::ServerWriteReactor<v1::ExportStateResponse>,
                            public StreamBase {
  public:
-  ExportStream(ServiceCore& core, grpc::CallbackServerContext* context)
-      : StreamBase(core, Method::kExportState, context) {}
+  ExportStream(ServiceCore& core, const Principal& caller, grpc::CallbackServerContext* context)
+      : StreamBase(core, caller, Method::kExportState, context) {}
 
   void Start(std::shared_ptr<ExportStream> self, const v1::ExportStateRequest& request) {
     self_ = std::move(self);
@@ -185,7 +187,7 @@ class ExportStream final : public grpc::ServerWriteReactor<v1::ExportStateRespon
       End(absl::CancelledError("the export was cancelled"));
       return;
     }
-    auto call = core_.sessions.Enter(owner_);
+    auto call = Reenter(core_, caller_, method_, owner_);
     if (!call.ok()) {
       End(call.status());
       return;
@@ -211,7 +213,7 @@ class ExportStream final : public grpc::ServerWriteReactor<v1::ExportStateRespon
 
  private:
   absl::Status Open(const v1::ExportStateRequest& request, SessionCall& call) {
-    SSMD_ASSIGN_OR_RETURN(call, Fence(core_, request.has_context(), request.context()));
+    SSMD_ASSIGN_OR_RETURN(call, Fence(core_, caller_, request.has_context(), request.context()));
     const uint64_t chunk_bytes_max = ChunkBytesMax(core_.config);
     if (request.chunk_bytes() % 4 != 0 || request.chunk_bytes() > chunk_bytes_max) {
       return InvalidField("chunk_bytes",
@@ -220,7 +222,7 @@ class ExportStream final : public grpc::ServerWriteReactor<v1::ExportStateRespon
     }
     std::lock_guard lock(mu_);
     owner_ = call->id();
-    SSMD_ASSIGN_OR_RETURN(model_, core_.models.Find(request.model_id()));
+    SSMD_ASSIGN_OR_RETURN(model_, core_.models.Find(request.model_id(), caller_.tenant));
     std::unique_ptr<StateExport> source;
     switch (request.source_case()) {
       case v1::ExportStateRequest::kSequenceId: {
@@ -232,7 +234,7 @@ class ExportStream final : public grpc::ServerWriteReactor<v1::ExportStateRespon
       case v1::ExportStateRequest::kSnapshot: {
         SSMD_ASSIGN_OR_RETURN(const SnapshotKey key,
                               ParseSnapshotKey("snapshot", request.snapshot()));
-        SSMD_ASSIGN_OR_RETURN(source, model_->store->BeginExport(key));
+        SSMD_ASSIGN_OR_RETURN(source, model_->store->BeginExport(ScopedKey(caller_.tenant, key)));
         break;
       }
       default:
@@ -284,18 +286,19 @@ class ExportStream final : public grpc::ServerWriteReactor<v1::ExportStateRespon
 }  // namespace
 
 grpc::ServerReadReactor<v1::ImportStateRequest>* ServeImport(ServiceCore& core,
+                                                             const Principal& caller,
                                                              grpc::CallbackServerContext* context,
                                                              v1::ImportStateResponse* response) {
-  auto stream = std::make_shared<ImportStream>(core, context, response);
+  auto stream = std::make_shared<ImportStream>(core, caller, context, response);
   ImportStream* const reactor = stream.get();
   reactor->Start(std::move(stream));
   return reactor;
 }
 
 grpc::ServerWriteReactor<v1::ExportStateResponse>* ServeExport(
-    ServiceCore& core, grpc::CallbackServerContext* context,
+    ServiceCore& core, const Principal& caller, grpc::CallbackServerContext* context,
     const v1::ExportStateRequest* request) {
-  auto stream = std::make_shared<ExportStream>(core, context);
+  auto stream = std::make_shared<ExportStream>(core, caller, context);
   ExportStream* const reactor = stream.get();
   reactor->Start(std::move(stream), *request);
   return reactor;

@@ -36,11 +36,11 @@ Store::~Store() = default;
 
 absl::StatusOr<Store::Sequence*> Store::Find(OwnerId owner, SequenceId id) const {
   auto found = sequences_.find(id);
-  if (found == sequences_.end())
+  const bool foreign = found != sequences_.end() && found->second->owner != owner;
+  if (found == sequences_.end() || (foreign && options_.foreign_is_unknown))
     return absl::NotFoundError(absl::StrCat(Name(id), " is unknown or released"));
-  if (found->second->owner != owner) {
+  if (foreign)
     return absl::PermissionDeniedError(absl::StrCat(Name(id), " belongs to another session"));
-  }
   return found->second.get();
 }
 
@@ -60,11 +60,12 @@ absl::StatusOr<std::shared_ptr<Store::Step>> Store::FindStep(OwnerId owner, Step
   } else if (auto ended = ended_steps_.find(id); ended != ended_steps_.end()) {
     step = ended->second;
   }
-  if (step == nullptr) {
+  const bool foreign = step != nullptr && step->owner != owner;
+  if (step == nullptr || (foreign && options_.foreign_is_unknown)) {
     return absl::NotFoundError(
         absl::StrCat(Name(id), " is unknown, or ended and its sequences have moved on"));
   }
-  if (step->owner != owner)
+  if (foreign)
     return absl::PermissionDeniedError(absl::StrCat(Name(id), " belongs to another session"));
   return step;
 }

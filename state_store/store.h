@@ -40,6 +40,8 @@
 namespace ssmd {
 
 inline constexpr size_t kWorkerWindowBytesMax = size_t{1} << 20;
+// A caller's digest has at most 64; whoever keeps callers apart puts something before it.
+inline constexpr size_t kStoredDigestBytesMax = 72;
 // Highest position of an imported state: what steps, windows and drafts add to it never wraps.
 inline constexpr uint64_t kPositionMax = uint64_t{1} << 62;
 
@@ -63,7 +65,7 @@ struct SequenceState {
 };
 
 struct SnapshotKey {
-  std::string digest;  // opaque, 1..64 bytes
+  std::string digest;  // opaque, 1..kStoredDigestBytesMax
   uint64_t position = 0;
   friend bool operator==(const SnapshotKey&, const SnapshotKey&) = default;
   template <typename H>
@@ -174,6 +176,9 @@ class Store {
         1;  // distinguishes this store's ids from those of others and of earlier epochs
     bool poison_garbage = false;   // fill bytes that nobody owns with NaN
     uint32_t retry_after_ms = 50;  // hint in RESOURCE_EXHAUSTED
+    // A sequence or step of another owner answers as one that does not exist (NOT_FOUND), not
+    // PERMISSION_DENIED.
+    bool foreign_is_unknown = false;
   };
 
   // Errors: those of ValidateGeometry and ValidateCapacity; the factory's.

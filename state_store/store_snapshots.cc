@@ -14,9 +14,10 @@ namespace ssmd {
 absl::StatusOr<bool> Store::CreateSnapshot(OwnerId owner, SequenceVersion wanted,
                                            const SnapshotKey& key, const SnapshotOptions& options) {
   MutexLock lock(&mu_);
-  if (key.digest.empty() || key.digest.size() > 64) {
+  if (key.digest.empty() || key.digest.size() > kStoredDigestBytesMax) {
     return InvalidField("key.digest",
-                        absl::StrCat("key.digest: expected 1..64 bytes, got ", key.digest.size()));
+                        absl::StrCat("key.digest: expected 1..", kStoredDigestBytesMax,
+                                     " bytes, got ", key.digest.size()));
   }
   if (options.worker_window.size() > kWorkerWindowBytesMax) {
     return InvalidField("worker_window",

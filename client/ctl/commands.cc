@@ -46,7 +46,9 @@ void Print(const Options& options, const std::string& text, const Json& json) {
 }
 
 absl::StatusOr<std::unique_ptr<Client>> Connect(const Options& options) {
-  auto connected = Client::Connect(options.server);
+  Client::Options connect;
+  connect.security = options.security;
+  auto connected = Client::Connect(options.server, connect);
   if (absl::IsUnavailable(connected.status()))
     return absl::UnavailableError(
         absl::StrCat(connected.status().message(), "; is ssmd-server running there?"));

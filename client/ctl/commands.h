@@ -7,11 +7,13 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "client/security.h"
 
 namespace ssmd::ctl {
 
 struct Options {
   std::string server;
+  client::Security security;
   bool json = false;
   // Of a command, those that it has:
   std::string model;  // name or id; "": all, or the file's

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "client/ctl/commands.h"
+#include "client/tools/security_flags.h"
 
 namespace {
 
@@ -55,6 +56,7 @@ int Main(int argc, char** argv) {
       ->type_name("ADDR")
       ->envname("SSMD_SERVER")
       ->capture_default_str();
+  ssmd::client::AddSecurityFlags(app, options.security, "SSMCTL_");
   app.add_flag("--json", options.json, "print JSON, for programs");
   const auto add = [&](const char* name, const char* what, Command run) {
     CLI::App* command = app.add_subcommand(name, what);

@@ -97,7 +97,9 @@ absl::Status Demo::Load() {
 }
 
 absl::Status Demo::Connect() {
-  auto client = Client::Connect(options_.server);
+  Client::Options connect;
+  connect.security = options_.security;
+  auto client = Client::Connect(options_.server, connect);
   if (!client.ok())
     return absl::Status(
         client.status().code(),
@@ -303,6 +305,7 @@ absl::Status Demo::ResumeElsewhere() {
                            .progress = [&](uint64_t bytes) { progress.Update(bytes); }});
     if (!stats.ok()) return stats.status();
     resumed = ResumeInNewProcess({.server = options_.server,
+                                  .security = options_.security,
                                   .weights = options_.weights,
                                   .remote = options_.remote,
                                   .state_file = state_file,

@@ -16,6 +16,7 @@
 namespace ssmd::demo {
 
 struct DemoOptions {
+  client::Security security;
   std::string server, metrics;  // metrics: "" leaves the traffic part out
   std::string weights, text;
   uint64_t seed = 1;

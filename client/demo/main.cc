@@ -16,6 +16,7 @@
 #include "client/demo/local_ssm.h"
 #include "client/demo/report.h"
 #include "client/demo/resume.h"
+#include "client/tools/security_flags.h"
 
 namespace {
 
@@ -129,6 +130,7 @@ int Main(int argc, char** argv) {
       ->check(CLI::Range(0.0, 10.0))
       ->capture_default_str();
 
+  ssmd::client::AddSecurityFlags(app, options.security, "");
   AddRemoteFlags(app, options.remote);
   static const std::map<std::string, ssmd::v1::FlushMode> flushes = {
       {"fused", ssmd::v1::FLUSH_MODE_FUSED}, {"background", ssmd::v1::FLUSH_MODE_BACKGROUND}};
@@ -147,6 +149,7 @@ int Main(int argc, char** argv) {
 
   CLI::App* resume = app.add_subcommand("resume", "goes on from a saved worker; the demo runs it");
   resume->add_option("--server", resume_options.server, "address")->required()->type_name("ADDR");
+  ssmd::client::AddSecurityFlags(*resume, resume_options.security, "");
   resume->add_option("--weights", resume_options.weights, "the model")
       ->required()
       ->type_name("FILE");

@@ -48,7 +48,9 @@ absl::StatusOr<std::string> Resume(const ResumeOptions& options) {
   if (!weights.ok()) return weights.status();
   auto model = HybridModel::Load(*weights);
   if (!model.ok()) return model.status();
-  auto client = Client::Connect(options.server);
+  Client::Options connect;
+  connect.security = options.security;
+  auto client = Client::Connect(options.server, connect);
   if (!client.ok()) return client.status();
   auto session = (*client)->OpenSession({.client_name = "ssmd-demo resume"});
   if (!session.ok()) return session.status();
@@ -82,6 +84,14 @@ absl::StatusOr<std::string> ResumeInNewProcess(const ResumeOptions& options,
                                         "--tokens",     absl::StrCat(options.new_bytes),
                                         "--input-form", FlagOf(options.remote.form),
                                         "--transport",  FlagOf(options.remote.transport)};
+  const std::pair<const char*, const std::string&> security[] = {
+      {"--tls-ca", options.security.ca_file},
+      {"--tls-cert", options.security.cert_file},
+      {"--tls-key", options.security.key_file},
+      {"--tls-server-name", options.security.server_name},
+      {"--token-file", options.security.token_file}};
+  for (const auto& [flag, value] : security)
+    if (!value.empty()) arguments.insert(arguments.end(), {flag, value});
   std::vector<char*> argv;
   argv.reserve(arguments.size() + 1);
   for (std::string& argument : arguments) argv.push_back(argument.data());

@@ -24,7 +24,9 @@ const char* FlagOf(v1::InputForm form);
 const char* FlagOf(Transport transport);
 
 struct ResumeOptions {
-  std::string server, weights;
+  std::string server;
+  client::Security security;
+  std::string weights;
   RemoteOptions remote;
   std::string state_file;
   uint32_t new_bytes = 0;

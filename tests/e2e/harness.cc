@@ -68,13 +68,14 @@ void DecodeDetails(const grpc::Status& status, google::rpc::ErrorInfo& info,
   }
 }
 
-Client::Client(const std::string& address) {
+Client::Client(const std::string& address,
+               const std::shared_ptr<grpc::ChannelCredentials>& credentials) {
   grpc::ChannelArguments arguments;
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);  // a connection of its own
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 200);
   arguments.SetMaxReceiveMessageSize(-1);
-  channel = grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
+  channel = grpc::CreateCustomChannel(address, credentials, arguments);
   stub = v1::StateService::NewStub(channel);
 }
 

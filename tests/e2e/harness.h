@@ -82,7 +82,9 @@ class Client {
   // Every call has this deadline: a test that hangs fails instead.
   static constexpr std::chrono::seconds kDeadline{60};
 
-  explicit Client(const std::string& address);
+  explicit Client(const std::string& address,
+                  const std::shared_ptr<grpc::ChannelCredentials>& credentials =
+                      grpc::InsecureChannelCredentials());
 
   // Registers the small model and opens a session.
   void Start(uint32_t lease_ms = 0, const v1::ModelSpec& spec = testing::SmallSpec());
@@ -93,6 +95,7 @@ class Client {
                        const Request& request, std::chrono::milliseconds deadline = kDeadline) {
     grpc::ClientContext context;
     context.set_deadline(std::chrono::system_clock::now() + deadline);
+    if (!token.empty()) context.AddMetadata("authorization", absl::StrCat("Bearer ", token));
     Reply<Response> reply;
     reply.status = ((*stub).*method)(&context, request, &reply.body);
     DecodeDetails(reply.status, reply.info, reply.bad_request, reply.retry);
@@ -134,6 +137,7 @@ class Client {
 
   std::unique_ptr<Stub> stub;
   std::shared_ptr<grpc::Channel> channel;
+  std::string token;  // sent by Call; "": none
   uint64_t epoch = 0, session_id = 0, model_id = 0;
   std::mt19937_64 random{20261130};
 };

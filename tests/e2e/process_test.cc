@@ -138,9 +138,10 @@ TEST_F(ServerBinaryTest, SigtermDrainsThenExitsWithZero) {
 }
 
 TEST_F(ServerBinaryTest, SigintAndDrainTimeoutEndItToo) {
-  ChildProcess server(Command(
-      {"--listen", absl::StrCat("unix:", ::testing::TempDir(), "/ssmd_e2e_", getpid(), ".sock"),
-       "--metrics-listen", "", "--drain-timeout-ms", "50"}));
+  std::string folder = absl::StrCat(::testing::TempDir(), "/ssmd_XXXXXX");
+  ASSERT_NE(mkdtemp(folder.data()), nullptr);  // closed to others: who may enter it may call
+  ChildProcess server(Command({"--listen", absl::StrCat("unix:", folder, "/socket"),
+                               "--metrics-listen", "", "--drain-timeout-ms", "50"}));
   const std::string line = server.ReadLine();
   ASSERT_TRUE(absl::StrContains(line, "listening on unix:")) << line;
   ASSERT_TRUE(absl::EndsWith(line, ", metrics on none")) << line;
@@ -151,6 +152,8 @@ TEST_F(ServerBinaryTest, SigintAndDrainTimeoutEndItToo) {
   client.Create(1);  // never released
   server.Signal(SIGINT);
   EXPECT_EQ(server.Wait(), 0);
+  unlink(absl::StrCat(folder, "/socket").c_str());
+  rmdir(folder.c_str());
 }
 
 TEST_F(ServerBinaryTest, WrongFlagsExitWithTwoAndOneLine) {

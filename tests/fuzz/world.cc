@@ -41,7 +41,7 @@ World::World() : core_(SmallServer(), [] { return absl::UnixEpoch(); }) {
   capacity.set_rows_max(4);
   capacity.set_steps_max(3);
   v1::RegisterModelResponse registered;
-  Must(handlers::RegisterModel(core_, request, registered));
+  Must(handlers::RegisterModel(core_, Principal{}, request, registered));
   model_ = registered.model_id();
   owner_ = Must(core_.sessions.Open(0, "fuzz")).id;
   Store& store = this->store();
@@ -96,7 +96,7 @@ void World::Check(Values values) {
     for (const SnapshotKey& key : store.ListSnapshots(std::nullopt, 1000))
       Must(store.DeleteSnapshot(key));
   }
-  core_.EndOwner(owner_, SessionTable::Sequences::kRelease);
+  core_.EndOwner(owner_, kNoTenant, SessionTable::Sequences::kRelease);
   for (const ModelRef& model : core_.models.All()) {
     const StoreUsage usage = model->store->usage();
     SSMD_CHECK(

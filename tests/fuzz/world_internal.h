@@ -40,8 +40,9 @@ class World {
     Name(request);
     Response response;
     absl::Status status;
-    if constexpr (std::invocable<Handler, ServiceCore&, const Request&, Response&>) {
-      status = handler(core_, request, response);
+    if constexpr (std::invocable<Handler, ServiceCore&, const Principal&, const Request&,
+                                 Response&>) {
+      status = handler(core_, Principal{}, request, response);
     } else {
       SessionCall call = Must(core_.sessions.Enter(owner_));
       status = handler(core_, *call, request, response);

@@ -101,7 +101,7 @@ class Import {
     header_ = header;
     ServiceCore& core = world_.core();
     SSMD_ASSIGN_OR_RETURN(const SessionCall call,
-                          Fence(core, header.has_context(), header.context()));
+                          Fence(core, Principal{}, header.has_context(), header.context()));
     SSMD_ASSIGN_OR_RETURN(model_, core.models.Find(header.model_id()));
     SSMD_RETURN_IF_ERROR(CheckDescriptor(*model_, header.state()));
     SSMD_ASSIGN_OR_RETURN(
@@ -196,7 +196,7 @@ absl::StatusOr<std::unique_ptr<StateExport>> BeginExport(World& world, Store& st
 absl::Status Export(World& world, const v1::ExportStateRequest& request) {
   ServiceCore& core = world.core();
   SSMD_ASSIGN_OR_RETURN(const SessionCall call,
-                        Fence(core, request.has_context(), request.context()));
+                        Fence(core, Principal{}, request.has_context(), request.context()));
   const uint64_t chunk_bytes_max = ChunkBytesMax(core.config);
   if (request.chunk_bytes() % 4 != 0 || request.chunk_bytes() > chunk_bytes_max)
     return InvalidField("chunk_bytes", "chunk_bytes: expected a multiple of 4 up to the maximum");
@@ -253,7 +253,7 @@ SeedList ExportSeeds() {
 absl::Status Dispatch(World& world, const v1::StepsRequest& request) {
   ServiceCore& core = world.core();
   SSMD_ASSIGN_OR_RETURN(const SessionCall call,
-                        Fence(core, request.has_context(), request.context()));
+                        Fence(core, Principal{}, request.has_context(), request.context()));
   switch (request.call_case()) {
     case v1::StepsRequest::kBegin: {
       v1::BeginStepResponse response;
@@ -341,8 +341,8 @@ bool RunClose(World& world, std::string_view bytes) {
   SessionTable& sessions = world.core().sessions;
   std::optional<Store::Released> released;
   const absl::Status status = [&]() -> absl::Status {
-    SSMD_ASSIGN_OR_RETURN(const SessionCall call,
-                          Fence(world.core(), request.has_context(), request.context()));
+    SSMD_ASSIGN_OR_RETURN(const SessionCall call, Fence(world.core(), Principal{},
+                                                        request.has_context(), request.context()));
     return sessions.Close(call, [&](Store::Released all) { released = all; });
   }();
   const bool closed = World::Answered(request, status).ok();

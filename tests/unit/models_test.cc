@@ -124,7 +124,7 @@ TEST_F(ModelsTest, UnregisterRefusesWhileInUseAndGivesTheMemoryBack) {
     const auto exported = store.BeginExport({"k", 0});
     EXPECT_TRUE(Fails(table_.Unregister(model->id), in_use, {"1 exports"}));
   }
-  EXPECT_EQ(*table_.Unregister(model->id), 1u);
+  EXPECT_EQ(table_.Unregister(model->id)->snapshots, 1u);
   EXPECT_TRUE(Fails(table_.Unregister(model->id), absl::StatusCode::kNotFound, {}));
   EXPECT_EQ(table_.All().size(), 0u);
   // A call that still holds it makes nothing any more.

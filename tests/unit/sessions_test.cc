@@ -30,7 +30,7 @@ class SessionsTest : public ::testing::Test {
   std::multiset<OwnerId> released_, kept_;
   SessionTable table_{{.sessions_max = 3, .lease_ms_min = 100, .lease_ms_max = 5000},
                       clock_.AsClock(),
-                      [this](OwnerId id, SessionTable::Sequences sequences) {
+                      [this](OwnerId id, TenantId, SessionTable::Sequences sequences) {
                         if (sequences == SessionTable::Sequences::kKeep) {
                           kept_.insert(id);
                         } else {
@@ -239,7 +239,7 @@ class AdoptionTest : public ::testing::Test {
   SessionTable table_{
       {.sessions_max = 3, .lease_ms_min = 100, .lease_ms_max = 5000, .adoption_ms_max = 2000},
       clock_.AsClock(),
-      [this](OwnerId id, SessionTable::Sequences sequences) {
+      [this](OwnerId id, TenantId, SessionTable::Sequences sequences) {
         return sequences == SessionTable::Sequences::kKeep ? store_->DetachOwner(id)
                                                            : store_->ReleaseOwner(id);
       }};
@@ -362,7 +362,7 @@ TEST_F(SessionsTest, ReleasesOnceUnderRaces) {
   for (int round = 0; round < 200; ++round) {
     std::atomic<int> in_flight{0}, releases{0};
     SessionTable table({.sessions_max = 1, .lease_ms_min = 1, .lease_ms_max = 1000},
-                       MonotonicClock(), [&](OwnerId, SessionTable::Sequences) {
+                       MonotonicClock(), [&](OwnerId, TenantId, SessionTable::Sequences) {
                          EXPECT_EQ(in_flight.load(), 0);
                          ++releases;
                          return Store::Released{};

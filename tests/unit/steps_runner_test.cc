@@ -52,7 +52,7 @@ class StepsRunnerTest : public ::testing::Test {
     v1::RegisterModelRequest model;
     *model.mutable_spec() = testing::SmallSpec();
     v1::RegisterModelResponse registered;
-    EXPECT_TRUE(handlers::RegisterModel(core_, model, registered).ok());
+    EXPECT_TRUE(handlers::RegisterModel(core_, Principal{}, model, registered).ok());
     model_id_ = registered.model_id();
     owner_ = core_.sessions.Open(0, "test")->id;
     const NewSequences created = *store().CreateSequences(owner_, 2);
