@@ -95,11 +95,15 @@ class Client {
                        const Request& request, std::chrono::milliseconds deadline = kDeadline) {
     grpc::ClientContext context;
     context.set_deadline(std::chrono::system_clock::now() + deadline);
-    if (!token.empty()) context.AddMetadata("authorization", absl::StrCat("Bearer ", token));
+    AddToken(context);
     Reply<Response> reply;
     reply.status = ((*stub).*method)(&context, request, &reply.body);
     DecodeDetails(reply.status, reply.info, reply.bad_request, reply.retry);
     return reply;
+  }
+
+  void AddToken(grpc::ClientContext& context) const {
+    if (!token.empty()) context.AddMetadata("authorization", absl::StrCat("Bearer ", token));
   }
 
   // Requests with context and model filled in.
@@ -137,7 +141,7 @@ class Client {
 
   std::unique_ptr<Stub> stub;
   std::shared_ptr<grpc::Channel> channel;
-  std::string token;  // sent by Call; "": none
+  std::string token;  // "": none is sent
   uint64_t epoch = 0, session_id = 0, model_id = 0;
   std::mt19937_64 random{20261130};
 };

@@ -15,6 +15,7 @@ class StepsClient {
   explicit StepsClient(Client& client, bool with_context = true)
       : client_(client), send_context_(with_context) {
     context.set_deadline(std::chrono::system_clock::now() + Client::kDeadline);
+    client.AddToken(context);
     stream = client.stub->Steps(&context);
   }
   ~StepsClient() {

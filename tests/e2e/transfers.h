@@ -26,6 +26,7 @@ inline Exported Export(Client& client, const v1::ExportStateRequest& request) {
   Exported exported;
   grpc::ClientContext context;
   context.set_deadline(std::chrono::system_clock::now() + Client::kDeadline);
+  client.AddToken(context);
   auto reader = client.stub->ExportState(&context, request);
   v1::ExportStateResponse message;
   while (reader->Read(&message)) {
@@ -58,6 +59,7 @@ class ImportCall {
  public:
   explicit ImportCall(Client& client) : stub_(*client.stub) {
     context.set_deadline(std::chrono::system_clock::now() + Client::kDeadline);
+    client.AddToken(context);
     writer_ = stub_.ImportState(&context, &reply_.body);
   }
   bool Header(Client& client, uint64_t id, uint64_t version, const v1::StateDescriptor& state) {
