@@ -16,8 +16,8 @@ constexpr char kReader[] = "reader-of-team-a", kWorker[] = "worker-of-team-a",
                kAdmin[] = "admin-of-operations", kOther[] = "worker-of-team-a-too";
 
 std::string TokenLines(std::initializer_list<std::string> workers = {kWorker}) {
-  std::string text = absl::StrCat("token ", kReader, " team-a read-only\ntoken ", kAdmin,
-                                  " ops admin\n");
+  std::string text =
+      absl::StrCat("token ", kReader, " team-a read-only\ntoken ", kAdmin, " ops admin\n");
   for (const std::string& worker : workers)
     absl::StrAppend(&text, "token ", worker, " team-a worker\n");
   return text;
@@ -53,11 +53,11 @@ TEST_F(AuthTest, EveryMethodNeedsAToken) {
   Client client(server_->address());
   for (const auto* method : testing::OurMethods()) {
     const std::string path = testing::PathOf(*method);
-    const std::string needed = absl::StrCat(
-        method->name(), " needs one of role ", RoleName(FindMethodRole(path)->least));
+    const std::string needed =
+        absl::StrCat(method->name(), " needs one of role ", RoleName(FindMethodRole(path)->least));
     for (const std::string& authorization :
-         {std::string(), Bearer("not-one-of-the-file"), Bearer(""),
-          absl::StrCat("Basic ", kAdmin), std::string(kAdmin), Bearer(std::string(kAdmin) + "x")}) {
+         {std::string(), Bearer("not-one-of-the-file"), Bearer(""), absl::StrCat("Basic ", kAdmin),
+          std::string(kAdmin), Bearer(std::string(kAdmin) + "x")}) {
       const AnyReply reply = CallAny(client.channel, path, {""}, authorization);
       EXPECT_EQ(reply.status.error_code(), grpc::UNAUTHENTICATED) << path;
       EXPECT_TRUE(absl::StrContains(reply.status.error_message(), needed))
@@ -80,8 +80,8 @@ TEST_F(AuthTest, EveryMethodNeedsItsRole) {
       if (role < least) {
         EXPECT_EQ(reply.status.error_code(), grpc::PERMISSION_DENIED) << path;
         EXPECT_EQ(reply.status.error_message(),
-                  absl::StrCat(method->name(), " needs role ", RoleName(least),
-                               ", this token has ", RoleName(role)));
+                  absl::StrCat(method->name(), " needs role ", RoleName(least), ", this token has ",
+                               RoleName(role)));
       } else {  // whatever comes of an empty request
         EXPECT_NE(reply.status.error_code(), grpc::PERMISSION_DENIED) << path;
         EXPECT_NE(reply.status.error_code(), grpc::UNAUTHENTICATED) << path;
@@ -234,8 +234,7 @@ TEST(AdminDoor, AdminsMethodsAreAnsweredThereAlone) {
   EXPECT_EQ(CallAny(client.channel, channelz, {""}, "").status.error_code(), grpc::CANCELLED);
   EXPECT_EQ(CallAny(admin.channel, channelz, {""}, "").status.error_code(), grpc::OK);
   // One server behind both: the session of one door is good at the other.
-  EXPECT_TRUE(
-      admin.Call(&Stub::UnregisterModel, client.Make<v1::UnregisterModelRequest>()).ok());
+  EXPECT_TRUE(admin.Call(&Stub::UnregisterModel, client.Make<v1::UnregisterModelRequest>()).ok());
   EXPECT_EQ(client.Status().models_size(), 0);
   server->BeginDrain();
   EXPECT_EQ(Health(client.channel, ""), 2);

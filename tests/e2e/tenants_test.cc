@@ -39,23 +39,28 @@ struct Form {
 void Fill(pb::Message& message, const Names& names, const Form& form) {
   const pb::Descriptor& type = *message.GetDescriptor();
   const pb::Reflection& set = *message.GetReflection();
-  const std::map<std::string, uint64_t> numbers = {
-      {"server_epoch", names.epoch},       {"session_id", names.session},
-      {"model_id", names.model},           {"sequence_id", names.sequence},
-      {"sequence_ids", names.sequence},    {"version", names.version},
-      {"versions", names.version},         {"step_id", names.step},
-      {"old_session_id", names.old_session}, {"position", names.position},
-      {"position_max", 1u << 20},          {"count", 1},
-      {"layer_id", 3},                     {"draft_tokens", 1},
-      {"accepted", 1}};
+  const std::map<std::string, uint64_t> numbers = {{"server_epoch", names.epoch},
+                                                   {"session_id", names.session},
+                                                   {"model_id", names.model},
+                                                   {"sequence_id", names.sequence},
+                                                   {"sequence_ids", names.sequence},
+                                                   {"version", names.version},
+                                                   {"versions", names.version},
+                                                   {"step_id", names.step},
+                                                   {"old_session_id", names.old_session},
+                                                   {"position", names.position},
+                                                   {"position_max", 1u << 20},
+                                                   {"count", 1},
+                                                   {"layer_id", 3},
+                                                   {"draft_tokens", 1},
+                                                   {"accepted", 1}};
   for (int i = 0; i < type.field_count(); ++i) {
     const pb::FieldDescriptor* const field = type.field(i);
     const std::string& name = field->name();
     if (field->message_type() == v1::StateDescriptor::descriptor()) {
       set.MutableMessage(&message, field)->CopyFrom(names.state);
     } else if (field->message_type() == v1::SnapshotKey::descriptor()) {
-      if (name == "key" || form.snapshot)
-        Fill(*set.MutableMessage(&message, field), names, form);
+      if (name == "key" || form.snapshot) Fill(*set.MutableMessage(&message, field), names, form);
     } else if (field->cpp_type() == pb::FieldDescriptor::CPPTYPE_MESSAGE) {
       if (name == "context" || name == form.call || (name == "commit_first" && form.commit_first))
         Fill(*set.MutableMessage(&message, field), names, form);
@@ -81,8 +86,11 @@ void Fill(pb::Message& message, const Names& names, const Form& form) {
 // Every form in which a method can name something.
 std::vector<Form> FormsOf(const std::string& method) {
   if (method == "Steps")
-    return {{.call = "begin"}, {.commit_first = true, .call = "begin"}, {.call = "verify"},
-            {.call = "commit"}, {.call = "abort"}};
+    return {{.call = "begin"},
+            {.commit_first = true, .call = "begin"},
+            {.call = "verify"},
+            {.call = "commit"},
+            {.call = "abort"}};
   if (method == "ImportState") return {{.call = "header"}};
   if (method == "BeginStep") return {{}, {.commit_first = true}};
   if (method == "CreateSequences") return {{.snapshot = true}};
@@ -204,10 +212,10 @@ TEST_F(TenantsTest, WhatAnotherTenantHasIsUnknownToEveryMethod) {
   nobodys.digest = "nobody";
   Names their_session = theirs, no_session = theirs;
   their_session.session = a.session_id;
-  no_session.session = a.session_id ^ uint64_t{1} << 40;
+  no_session.session = a.session_id ^ uint64_t { 1 } << 40;
   Names their_model = theirs, no_model = theirs;
   their_model.model = own;
-  no_model.model = own ^ uint64_t{1} << 40;
+  no_model.model = own ^ uint64_t { 1 } << 40;
   const struct {
     const char* what;
     const Names &taken, &free;
@@ -227,9 +235,8 @@ TEST_F(TenantsTest, WhatAnotherTenantHasIsUnknownToEveryMethod) {
           const std::unique_ptr<pb::Message> request(
               messages.GetPrototype(method->input_type())->New());
           Fill(*request, names, form);
-          const AnyReply reply =
-              CallAny(b.channel, testing::PathOf(*method), {request->SerializeAsString()},
-                      Bearer(kB));
+          const AnyReply reply = CallAny(b.channel, testing::PathOf(*method),
+                                         {request->SerializeAsString()}, Bearer(kB));
           return Blinded(reply, names);
         };
         EXPECT_EQ(attempt(taken), attempt(free)) << method->name() << " of another's " << what;
@@ -266,12 +273,12 @@ TEST_F(TenantsTest, TheAnswersAreThoseOfTheErrorTable) {
                     grpc::NOT_FOUND, "SESSION_EXPIRED", {}));
   // To each session of its own tenant as well: one answer for all.
   Client a2 = As(kA);
-  EXPECT_TRUE(
-      Fails(a2.Call(&Stub::BeginStep, a2.StepOf({{id, 2, 1}})), grpc::NOT_FOUND, "", {}));
+  EXPECT_TRUE(Fails(a2.Call(&Stub::BeginStep, a2.StepOf({{id, 2, 1}})), grpc::NOT_FOUND, "", {}));
 }
 
 TEST_F(TenantsTest, EqualKeysOfTwoTenantsAreTwoSnapshots) {
   Client a = As(kA), b = As(kB);
+  b.random.seed(1);  // other tokens
   const uint64_t of_a = Advanced(a), of_b = Advanced(b);
   EXPECT_TRUE(Snapshot(a, of_a, 2, "prefix", 2).body.created());
   EXPECT_TRUE(Snapshot(b, of_b, 2, "prefix", 2).body.created());
@@ -285,7 +292,8 @@ TEST_F(TenantsTest, EqualKeysOfTwoTenantsAreTwoSnapshots) {
     const auto found = client->Call(&Stub::LookupPrefix, lookup);
     ASSERT_EQ(found.body.keys_size(), 1);
     EXPECT_EQ(found.body.keys(0).digest(), "prefix");
-    const auto listed = client->Call(&Stub::ListSnapshots, client->Make<v1::ListSnapshotsRequest>());
+    const auto listed =
+        client->Call(&Stub::ListSnapshots, client->Make<v1::ListSnapshotsRequest>());
     ASSERT_EQ(listed.body.keys_size(), 1);
     EXPECT_EQ(listed.body.keys(0).digest(), "prefix");
     EXPECT_EQ(listed.body.next_page_token(), "");
@@ -356,10 +364,11 @@ TEST_F(TenantsTest, QuotasOfSequences) {
   auto release = a.Make<v1::ReleaseSequencesRequest>();
   release.add_sequence_ids(ids[0]);
   EXPECT_TRUE(a.Call(&Stub::ReleaseSequences, release).ok());
-  EXPECT_TRUE(a.Call(&Stub::ForkSequences, [&] {
-                 fork.set_sequence_id(ids[1]);
-                 return fork;
-               }())
+  EXPECT_TRUE(a.Call(&Stub::ForkSequences,
+                     [&] {
+                       fork.set_sequence_id(ids[1]);
+                       return fork;
+                     }())
                   .ok());
   EXPECT_TRUE(a.Call(&Stub::CloseSession, a.Make<v1::CloseSessionRequest>()).ok());
   EXPECT_EQ(a2.Create(2).size(), 2u);

@@ -53,7 +53,7 @@ class TlsTest : public ::testing::Test {
   static absl::Status Connect(const Server& server, const client::Security& security,
                               bool patient) {
     client::Client::Options options;
-    options.connect_timeout = patient ? kWait : absl::Seconds(2);
+    options.connect_timeout = patient ? kWait : absl::Seconds(1);
     options.security = security;
     return client::Client::Connect(server.address(), options).status();
   }
