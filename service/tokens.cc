@@ -114,8 +114,11 @@ absl::StatusOr<TokensFile> ParseTokens(absl::string_view name, absl::string_view
   size_t number = 0;
   for (const absl::string_view line : absl::StrSplit(text, '\n')) {
     ++number;
-    const Words words = absl::StrSplit(line, absl::ByAnyChar(" \t\r"), absl::SkipEmpty());
-    if (words.empty() || absl::StartsWith(words[0], "#")) continue;
+    Words words = absl::StrSplit(line, absl::ByAnyChar(" \t\r"), absl::SkipEmpty());
+    words.erase(std::find_if(words.begin(), words.end(),
+                             [](absl::string_view word) { return word[0] == '#'; }),
+                words.end());
+    if (words.empty()) continue;
     absl::Status status = words[0] == "token" ? AddToken(words, file)
                           : words[0] == "quota"
                               ? AddQuota(words, file)

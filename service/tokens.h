@@ -2,10 +2,11 @@
 //
 //   # secret                   tenant   role: worker, admin or read-only
 //   token  Zq1x...             team-a   worker
-//   token  sha256:9f86d0...    ops      admin          the hash of a secret in place of it
+//   token  sha256:9f86d0...    ops      admin          # the hash of a secret in place of it
 //   quota  team-a  sequences=32 pages=48 snapshot-bytes=2G
 //
-// A secret is 16..512 printable characters without blanks; a tenant's name 1..63 of a-z, 0-9, '-',
+// A secret is 16..512 printable characters without blanks, the first not '#'; a tenant's name 1..63
+// of a-z, 0-9, '-',
 // '_', '.'. Several tokens may be of one tenant, so that they can be rotated. At most kTokensMax
 // tokens and kTenantsMax tenants. Secrets are kept as SHA-256 and never appear in messages.
 #pragma once

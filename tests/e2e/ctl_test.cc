@@ -199,5 +199,21 @@ TEST_F(CtlTest, SequencesOfAnEndedSessionAreAdoptedAndLeftAgain) {
   EXPECT_EQ(Ctl("import " + file + " --digest moved").exit_code, 0);
 }
 
+TEST_F(CtlTest, ATokenOpensAServerThatAsksForOne) {
+  const auto write = [&](const std::string& name, const std::string& text) {
+    std::ofstream(folder_ / name) << text;
+    return (folder_ / name).string();
+  };
+  ServerConfig config = SmallConfig();
+  config.tokens_file = write("tokens", "token 0123456789abcdef team read-only\n");
+  server_ = StartServer(config);
+  EXPECT_EQ(Ctl("--token-file " + write("token", "0123456789abcdef\n") + " status").exit_code, 0);
+  const Ran refused = Ctl("status");
+  EXPECT_EQ(refused.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(refused.error, "authorization: expected 'Bearer' and a token"))
+      << refused.error;
+  EXPECT_EQ(std::count(refused.error.begin(), refused.error.end(), '\n'), 1);
+}
+
 }  // namespace
 }  // namespace ssmd::e2e

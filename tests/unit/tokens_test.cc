@@ -27,7 +27,7 @@ TEST(Tokens, HashIsSha256) {
 
 TEST(Tokens, LinesBecomeTokensAndQuotas) {
   const std::string text = absl::StrCat(
-      "# rotated monthly\n\n", "token ", kSecret, " team-a worker\r\n",
+      "# rotated monthly\n\n", "token ", kSecret, " team-a worker # until June\r\n",
       "  token\tsha256:", Hex(HashToken("another-secret-of-ops")), " ops admin\n",
       "token 0123456789abcdeF team-a read-only\n", "quota team-a sequences=3 snapshot-bytes=2K\n");
   const auto file = ParseTokens("f", text);
