@@ -188,7 +188,8 @@ struct CopySlotParams {
 
 // What background flushes have moved so far.
 struct BackgroundBytes {
-  uint64_t checkpoint_read = 0, checkpoint_write = 0, ring_read = 0;
+  uint64_t checkpoint_hp_read = 0, checkpoint_hp_write = 0, checkpoint_lp_write = 0;
+  uint64_t ring_read = 0;
 };
 
 struct PageCounts {

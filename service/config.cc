@@ -20,6 +20,7 @@
 #include "kernels/status.h"
 #include "service/config_file.h"
 #include "service/listen.h"
+#include "service/metric_families.h"
 
 #ifndef SSMD_VERSION
 #define SSMD_VERSION "unknown"
@@ -373,13 +374,15 @@ CommandLine ParseCommandLine(int argc, const char* const* argv, const char* cons
       "A flag wins over the environment, the environment over the file, the file over the "
       "default.");
   std::string config_path;
-  bool print_config = false;
+  bool print_config = false, print_metrics = false;
   CLI::Option* const config_option =
       app.add_option("--config", config_path, "Reads settings from a file (or SSMD_CONFIG)")
           ->type_name("FILE")
           ->take_last();
   app.add_flag("--print-config", print_config,
                "Prints every setting and where it comes from, as a config file, and leaves");
+  app.add_flag("--print-metrics", print_metrics,
+               "Prints every metric with its meaning, as Markdown, and leaves");
   std::map<std::string, std::vector<std::string>> given;  // by flags
   for (const Setting& setting : settings.all()) {
     std::vector<std::string>& values = given[setting.key];
@@ -409,6 +412,7 @@ CommandLine ParseCommandLine(int argc, const char* const* argv, const char* cons
   } catch (const CLI::ParseError& error) {
     return Refused(error.what());
   }
+  if (print_metrics) return Leave(0, DescribeMetrics());
 
   const absl::Status status = [&]() -> absl::Status {
     const Environment variables = ReadEnvironment(environment);

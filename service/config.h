@@ -70,7 +70,7 @@ struct ServerConfig {
 struct CommandLine {
   bool run = false;
   ServerConfig config;  // when run
-  int exit_code = 0;    // when not: 0 after --help, --version, --print-config; 2 after a mistake
+  int exit_code = 0;    // when not: 0 after --help, --version, --print-*; 2 after a mistake
   std::string text;     // when not: for stdout when exit_code is 0, else stderr
 };
 

@@ -89,10 +89,12 @@ uint32_t ServiceCore::LiveSequences() const {
 
 ServerGauges ServiceCore::ReadGauges() const {
   return {.sessions = sessions.size(),
+          .sessions_max = config.sessions_max,
           .sessions_kept = sessions.kept_count(),
           .sessions_opened = sessions.opened_count(),
           .lease_expirations = sessions.expired_count(),
           .verify_queue_depth = verify_queue.depth(),
+          .verify_queue_depth_max = config.verify_queue_max,
           .verify_queue_bytes = verify_queue.bytes(),
           .verify_running = verify_queue.running(),
           .steps_streams = streams.size(),

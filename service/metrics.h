@@ -1,8 +1,8 @@
 // What the process counts about itself: RPCs and Verify phases. Families are looked up once, here.
 //
 // Numbers that somebody else already keeps (store counters, pools, sessions, queue) are not counted
-// a second time: service/store_collector.h reads them when the page is scraped. service/README.md
-// lists every metric with type, unit and meaning.
+// a second time: service/store_collector.h reads them when the page is scraped. All families are
+// those of service/metric_families.h.
 //
 // Thread-safe.
 #pragma once
@@ -72,10 +72,11 @@ class Metrics {
 
  private:
   static constexpr size_t kCodeCount = 17;
+  prometheus::Counter& RpcCounter(size_t row, size_t column);
 
   std::shared_ptr<prometheus::Registry> registry_;
   prometheus::Family<prometheus::Counter>* rpcs_;
-  // Filled on first use: a page of 25 x 17 zeros would help nobody.
+  // Most are filled on first use: a page of 25 x 17 zeros would help nobody.
   std::array<std::array<std::atomic<prometheus::Counter*>, kCodeCount>, kMethodCount>
       rpc_counters_{};
   std::array<prometheus::Histogram*, kMethodCount> rpc_seconds_{};

@@ -1,7 +1,7 @@
 // ssmd-server: flags, logging, signals. Everything else is in service/server.h.
 //
-// Exit codes: 0 after SIGTERM or SIGINT, --help, --version and --print-config; 1 when the server
-// cannot start; 2 for a wrong command line.
+// Exit codes: 0 after SIGTERM or SIGINT, --help, --version and --print-*; 1 when the server cannot
+// start; 2 for a wrong command line.
 #include <pthread.h>
 #include <signal.h>
 #include <spdlog/spdlog.h>

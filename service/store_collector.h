@@ -1,7 +1,8 @@
 // StoreCollector: the metrics that somebody else already keeps, read when the page is scraped.
 //
 // Per model (labels model and model_id; at most models_max of them): the store's counters and
-// usage. Per server: sessions, the Verify queue, memory. Never a label per sequence or session.
+// usage. Per server: the process, sessions, the Verify queue, memory. Never a label per sequence or
+// session.
 #pragma once
 
 #include <prometheus/collectable.h>
@@ -17,10 +18,12 @@ namespace ssmd {
 // One reading of the numbers of the whole server.
 struct ServerGauges {
   uint32_t sessions = 0;
+  uint32_t sessions_max = 0;
   uint32_t sessions_kept = 0;
   uint64_t sessions_opened = 0;
   uint64_t lease_expirations = 0;
   uint32_t verify_queue_depth = 0;
+  uint32_t verify_queue_depth_max = 0;
   uint64_t verify_queue_bytes = 0;
   uint32_t verify_running = 0;
   uint32_t steps_streams = 0;

@@ -57,7 +57,7 @@ int main() {
       "fork at position %lu; %lu flushes; %.1f MB of state moved, %.1f MB if written every token\n",
       static_cast<unsigned long>(child->position),
       static_cast<unsigned long>(counters.flushes_fused),
-      static_cast<double>(counters.checkpoint_read_bytes + counters.checkpoint_write_bytes +
+      static_cast<double>(counters.checkpoint_hp_read_bytes + counters.checkpoint_hp_write_bytes +
                           counters.ring_read_bytes + counters.ring_write_bytes) /
           1e6,
       static_cast<double>(counters.write_every_step_bytes) / 1e6);

@@ -404,8 +404,9 @@ StoreCounters Store::counters() const {
   MutexLock lock(&mu_);
   StoreCounters counters = counters_;
   const BackgroundBytes background = backend_->ReadBackgroundBytes();
-  counters.checkpoint_read_bytes += background.checkpoint_read;
-  counters.checkpoint_write_bytes += background.checkpoint_write;
+  counters.checkpoint_hp_read_bytes += background.checkpoint_hp_read;
+  counters.checkpoint_hp_write_bytes += background.checkpoint_hp_write;
+  counters.checkpoint_lp_write_bytes += background.checkpoint_lp_write;
   counters.ring_read_bytes += background.ring_read;
   return counters;
 }

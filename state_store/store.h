@@ -143,7 +143,7 @@ struct RingOccupancy {
 struct StoreCounters {
   uint64_t steps_begun = 0, steps_committed = 0, steps_aborted = 0, steps_expired = 0;
   uint64_t layers_verified = 0;
-  uint64_t tokens_drafted = 0, tokens_accepted = 0;  // of committed steps
+  uint64_t rows_committed = 0, tokens_drafted = 0, tokens_accepted = 0;  // of committed steps
   std::array<uint64_t, kDraftTokensMax>
       tokens_accepted_at{};  // [i]: rows that accepted more than i tokens
   uint64_t flushes_fused = 0, flushes_background = 0, flushes_requested = 0,
@@ -151,7 +151,8 @@ struct StoreCounters {
   uint64_t rollbacks = 0, forks = 0, snapshots_created = 0, imports = 0, exports = 0;
   uint64_t stale_versions = 0, poisoned_rows = 0;
   RingOccupancy ring_occupancy;
-  uint64_t checkpoint_read_bytes = 0, checkpoint_write_bytes = 0;
+  uint64_t checkpoint_hp_read_bytes = 0, checkpoint_hp_write_bytes = 0;
+  uint64_t checkpoint_lp_read_bytes = 0, checkpoint_lp_write_bytes = 0;  // 0: one precision
   uint64_t ring_read_bytes = 0, ring_write_bytes = 0;
   uint64_t ring_copy_bytes = 0;  // by forks, snapshots and restores; no checkpoint is ever copied
   // What an engine that writes the state every token moves for the same Verifies: per row, layer

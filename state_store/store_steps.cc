@@ -144,15 +144,18 @@ void Store::CountVerify(const Step& step, uint32_t layer) {
   const LayerShape& shape = options_.geometry.layers[layer];
   const RingLayout ring =
       MakeRingLayout(shape, options_.geometry.formats, options_.geometry.ring_records());
-  const uint64_t state =
-      shape.state_elements() * DtypeBytes(options_.geometry.formats.checkpoint_hp);
+  const PageLayout page = MakePageLayout(shape, options_.geometry.formats);
   const PlanReport& report = step.report;
   ++counters_.layers_verified;
-  counters_.checkpoint_read_bytes += report.live_rows * state;
-  counters_.checkpoint_write_bytes += report.folds * state;
+  // A row that folds reads HP, and so does every row where there is no LP.
+  const uint64_t lp_rows = page.lp_bytes == 0 ? 0 : report.live_rows - report.folds;
+  counters_.checkpoint_hp_read_bytes += (report.live_rows - lp_rows) * page.hp_bytes;
+  counters_.checkpoint_hp_write_bytes += report.folds * page.hp_bytes;
+  counters_.checkpoint_lp_read_bytes += lp_rows * page.lp_bytes;
+  counters_.checkpoint_lp_write_bytes += report.folds * page.lp_bytes;
   counters_.ring_read_bytes += report.committed_records * ring.record_bytes();
   counters_.ring_write_bytes += report.draft_tokens * ring.record_bytes();
-  counters_.write_every_step_bytes += (report.live_rows + report.draft_tokens) * state;
+  counters_.write_every_step_bytes += (report.live_rows + report.draft_tokens) * page.hp_bytes;
 }
 
 absl::StatusOr<std::optional<CommitResult>> Store::Verify(OwnerId owner,
@@ -267,6 +270,7 @@ absl::StatusOr<CommitResult> Store::CommitLocked(const std::shared_ptr<Step>& st
     for (uint32_t token = 0; token < accepted[i]; ++token) ++counters_.tokens_accepted_at[token];
   }
   ++counters_.steps_committed;
+  counters_.rows_committed += step->report.live_rows;
   counters_.tokens_drafted += step->report.draft_tokens;
   counters_.flushes_fused += step->report.folds;
   counters_.flushes_background += step->report.background_used;

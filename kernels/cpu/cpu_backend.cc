@@ -200,8 +200,9 @@ class CpuBackend : public Backend {
   }
 
   BackgroundBytes ReadBackgroundBytes() override {
-    return {.checkpoint_read = background_read_.load(std::memory_order_relaxed),
-            .checkpoint_write = background_write_.load(std::memory_order_relaxed),
+    return {.checkpoint_hp_read = background_hp_.load(std::memory_order_relaxed),
+            .checkpoint_hp_write = background_hp_.load(std::memory_order_relaxed),
+            .checkpoint_lp_write = background_lp_.load(std::memory_order_relaxed),
             .ring_read = background_ring_.load(std::memory_order_relaxed)};
   }
 
@@ -235,7 +236,7 @@ class CpuBackend : public Backend {
   const BackendSpec spec_;
   Executor* const executor_;
   const std::vector<Layer> layers_;
-  std::atomic<uint64_t> background_read_{0}, background_write_{0}, background_ring_{0};
+  std::atomic<uint64_t> background_hp_{0}, background_lp_{0}, background_ring_{0};
   BackgroundFlushes flushes_;
   Mutex mu_;  // the control stream
   ControlBlock control_ ABSL_GUARDED_BY(mu_);
@@ -374,8 +375,8 @@ void CpuBackend::FoldLayer(const BackgroundFlush& flush, uint32_t index) {
     item.group = group;
     FoldGroup(item);  // what leaves its format's range poisons the steps that read the page
   }
-  background_read_.fetch_add(layer.page.hp_bytes, std::memory_order_relaxed);
-  background_write_.fetch_add(layer.page.hp_bytes + layer.page.lp_bytes, std::memory_order_relaxed);
+  background_hp_.fetch_add(layer.page.hp_bytes, std::memory_order_relaxed);
+  background_lp_.fetch_add(layer.page.lp_bytes, std::memory_order_relaxed);
   background_ring_.fetch_add((flush.to - flush.from) * layer.ring.record_bytes(),
                              std::memory_order_relaxed);
 }

@@ -187,8 +187,9 @@ class CudaBackend : public Backend {
   }
   void CountFlushes(uint64_t flushes, uint64_t records) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     for (const Model::Layer& layer : model_->layers()) {
-      background_.checkpoint_read += flushes * layer.page.hp_bytes;
-      background_.checkpoint_write += flushes * (layer.page.hp_bytes + layer.page.lp_bytes);
+      background_.checkpoint_hp_read += flushes * layer.page.hp_bytes;
+      background_.checkpoint_hp_write += flushes * layer.page.hp_bytes;
+      background_.checkpoint_lp_write += flushes * layer.page.lp_bytes;
       background_.ring_read += records * layer.record_bytes;
     }
   }

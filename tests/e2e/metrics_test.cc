@@ -1,8 +1,11 @@
 // The Prometheus page over HTTP: exact counts after a scripted workload, and gauges that come back.
 #include <algorithm>
+#include <fstream>
 #include <numeric>
+#include <thread>
 
 #include "absl/strings/str_split.h"
+#include "service/metric_families.h"
 #include "tests/e2e/steps_client.h"
 
 namespace ssmd::e2e {
@@ -45,7 +48,7 @@ bool IsGauge(const std::string& series) {
        {"ssmd_pages", "ssmd_slots", "ssmd_open_imports", "ssmd_sessions_kept",
         "ssmd_verify_queue_bytes", "ssmd_open_steps", "ssmd_sessions{", "ssmd_verify_queue_depth",
         "ssmd_verify_running", "ssmd_models", "ssmd_state_bytes_reserved", "ssmd_draining",
-        "ssmd_steps_streams", "ssmd_held_begins"})
+        "ssmd_steps_streams", "ssmd_held_begins", "ssmd_process_start_time_seconds"})
     if (absl::StartsWith(series, name)) return true;
   return series == "ssmd_sessions";
 }
@@ -110,6 +113,7 @@ TEST_F(MetricsTest, CountsAScriptedWorkloadExactly) {
   EXPECT_EQ(now.at(Of("ssmd_steps_total", "result=\"aborted\"")), 2);
   EXPECT_EQ(now.at(Of("ssmd_steps_total", "result=\"expired\"")), 0);
   EXPECT_EQ(now.at(Of("ssmd_layers_verified_total")), 24);
+  EXPECT_EQ(now.at(Of("ssmd_rows_committed_total")), 8);
   EXPECT_EQ(now.at(Of("ssmd_tokens_drafted_total")), 30);
   EXPECT_EQ(now.at(Of("ssmd_tokens_accepted_total")), 27);
   EXPECT_EQ(now.at(Of("ssmd_tokens_accepted_by_position_total", "position=\"0\"")), 7);
@@ -199,6 +203,74 @@ TEST_F(MetricsTest, OpenStreamsAndHeldBegins) {
   EXPECT_TRUE(Poll(absl::Seconds(20), [&] { return Scrape().at("ssmd_steps_streams") == 0; }));
 }
 
+// Threads that step at once, through sessions of their own: nothing is counted twice or lost.
+TEST_F(MetricsTest, CountsAreExactUnderConcurrency) {
+  constexpr int kThreads = 3, kSteps = 40;
+  const auto work = [&](int index) {
+    Client client(server_->address());
+    client.Start();
+    const uint64_t id = client.Create(1)[0];
+    uint64_t version = 1;
+    for (int i = 0; i < kSteps; ++i) {
+      const uint64_t step = client.Begin({{id, version++, 4}});
+      client.VerifyAll(step, 4);
+      client.Commit(step, {static_cast<uint32_t>(index + 1)});
+      EXPECT_FALSE(client.Call(&Stub::BeginStep, client.StepOf({{id, 1, 1}})).ok());  // stale
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int index = 0; index < kThreads; ++index) threads.emplace_back(work, index);
+  for (std::thread& thread : threads) thread.join();
+  const std::map<std::string, double> now = Scrape();
+  constexpr int kAll = kThreads * kSteps;
+  EXPECT_EQ(now.at(Of("ssmd_steps_begun_total")), kAll);
+  EXPECT_EQ(now.at(Of("ssmd_steps_total", "result=\"committed\"")), kAll);
+  EXPECT_EQ(now.at(Of("ssmd_layers_verified_total")), 3 * kAll);
+  EXPECT_EQ(now.at(Of("ssmd_rows_committed_total")), kAll);
+  EXPECT_EQ(now.at(Of("ssmd_tokens_drafted_total")), 4 * kAll);
+  EXPECT_EQ(now.at(Of("ssmd_tokens_accepted_total")), (1 + 2 + 3) * kSteps);
+  for (int position = 0; position < 4; ++position)
+    EXPECT_EQ(now.at(Of("ssmd_tokens_accepted_by_position_total",
+                        absl::StrCat("position=\"", position, "\""))),
+              (kThreads - position) * kSteps);
+  EXPECT_EQ(now.at(Of("ssmd_stale_versions_total")), kAll);
+  EXPECT_EQ(now.at(Of("ssmd_ring_occupancy_ratio_count")), kAll);
+  EXPECT_EQ(now.at(Of("ssmd_write_every_step_bytes_total")), kAll * (1 + 4) * 1280 * 4);
+  EXPECT_EQ(now.at("ssmd_sessions_opened_total"), 1 + kThreads);
+  EXPECT_EQ(now.at("ssmd_rpcs_total{code=\"OK\",method=\"Verify\"}"), 3 * kAll);
+  EXPECT_EQ(now.at("ssmd_rpcs_total{code=\"OK\",method=\"BeginStep\"}"), kAll);
+  EXPECT_EQ(now.at("ssmd_rpcs_total{code=\"ABORTED\",method=\"BeginStep\"}"), kAll);
+  EXPECT_EQ(now.at("ssmd_verify_phase_seconds_count{phase=\"compute\"}"), 3 * kAll);
+}
+
+// Two precisions: rows that fold read and write both copies, all others read the small one.
+TEST_F(MetricsTest, BytesOfTwoPrecisions) {
+  v1::ModelSpec spec = testing::SmallSpec();
+  spec.set_name("two");
+  spec.set_checkpoint_lp_dtype(v1::DATA_TYPE_FP16);
+  Client client(server_->address());
+  client.Start(0, spec);
+  labels_ = absl::StrCat("model=\"two\",model_id=\"",
+                         absl::StrCat(absl::Hex(client.model_id, absl::kZeroPad16)), "\"");
+  const uint64_t id = client.Create(1)[0];
+  for (uint64_t version = 1; version <= 9; ++version) {
+    const uint64_t step = client.Begin({{id, version, 4}});
+    client.VerifyAll(step, 4);
+    client.Commit(step, {4});
+  }
+  const std::map<std::string, double> now = Scrape();
+  const double folds = now.at(Of("ssmd_flushes_total", "reason=\"fused\""));
+  EXPECT_GE(folds, 3);
+  EXPECT_LT(folds, 9);
+  const auto bytes = [&](const std::string& kind) {
+    return now.at(Of("ssmd_state_bytes_total", absl::StrCat("kind=\"", kind, "\"")));
+  };
+  EXPECT_EQ(bytes("checkpoint_hp_read"), folds * 1280 * 4);
+  EXPECT_EQ(bytes("checkpoint_hp_write"), folds * 1280 * 4);
+  EXPECT_EQ(bytes("checkpoint_lp_read"), (9 - folds) * 1280 * 2);
+  EXPECT_EQ(bytes("checkpoint_lp_write"), folds * 1280 * 2);
+}
+
 // What Prometheus itself would refuse: a family twice, a series twice, a counter without _total.
 TEST_F(MetricsTest, ThePageIsWellFormed) {
   v1::RegisterModelRequest model;  // same name, another shard: its series must stay apart
@@ -220,8 +292,29 @@ TEST_F(MetricsTest, ThePageIsWellFormed) {
       EXPECT_EQ(++series[std::string(line.substr(0, line.rfind(' ')))], 1) << line;
     }
   }
-  EXPECT_GT(families.size(), 30u);
+  // The list of families is the page's, both ways, with types and help texts.
+  for (const MetricInfo& family : kMetricFamilies) {
+    EXPECT_EQ(families.count(family.name), 1u) << family.name;
+    EXPECT_TRUE(
+        absl::StrContains(page_, absl::StrCat("# HELP ", family.name, " ", family.meaning, "\n")))
+        << family.name;
+    families.erase(family.name);
+    constexpr const char* kTypes[] = {"counter", "gauge", "summary", "untyped", "histogram"};
+    EXPECT_TRUE(absl::StrContains(
+        page_,
+        absl::StrCat("# TYPE ", family.name, " ", kTypes[static_cast<size_t>(family.type)], "\n")))
+        << family.name;
+  }
+  for (const auto& [name, count] : families)
+    EXPECT_TRUE(absl::StartsWith(name, "exposer_")) << name << " is not in kMetricFamilies";
   EXPECT_EQ(ParseMetrics(page_).at("ssmd_models"), 2);
+}
+
+TEST(MetricsPage, IsWhatTheListSays) {
+  std::ifstream file(SSMD_SOURCE_DIR "/service/METRICS.md");
+  const std::string page{std::istreambuf_iterator<char>(file), {}};
+  EXPECT_EQ(page, DescribeMetrics())
+      << "run: build/dev/service/ssmd-server --print-metrics > service/METRICS.md";
 }
 
 }  // namespace
