@@ -4,7 +4,7 @@ JOBS ?= $(shell nproc)
 FUZZ_SECONDS ?= 30
 SOURCES := $(shell git ls-files -co --exclude-standard '*.cc' '*.h' '*.cu' '*.cuh' 2>/dev/null)
 
-.PHONY: help demo test test-gpu gpu-bundle fuzz mutate lint format-check format bench deps clean
+.PHONY: help demo test test-gpu gpu-bundle fuzz mutate dashboards lint format-check format bench deps clean
 
 help:
 	@echo "make demo    install what is missing, build, run the demo against a server of its own, stop it"
@@ -13,6 +13,7 @@ help:
 	@echo "make gpu-bundle  puts them into build/gpu, to be copied to a machine with a GPU and started there: build/gpu/run"
 	@echo "make fuzz    one fuzzer per request type, FUZZ_SECONDS=30 each (needs clang and libclang-rt-14-dev)"
 	@echo "make mutate  shows that the tests notice the mistakes of tests/mutations.txt"
+	@echo "make dashboards  draws the Grafana panels of a scripted run into build/dashboards, one PNG a dashboard"
 	@echo "make lint    clang-format and clang-tidy over our sources"
 	@echo "make bench   CPU kernel table, then steps through the server; writes bench/results/cpu.csv"
 	@echo "make build-PRESET, make test-PRESET   with PRESET one of dev, asan, tsan; make build-release has no tests"
@@ -45,6 +46,9 @@ test-gpu: gpu-bundle
 # Each request type for FUZZ_SECONDS. Needs clang and its runtime (Debian: clang libclang-rt-14-dev).
 fuzz: build-fuzz
 	@tools/fuzz build/fuzz $(FUZZ_SECONDS)
+
+dashboards: build-dev
+	@/usr/bin/python3 -B tests/deploy/render.py build/dev build/dashboards
 
 mutate: deps
 	@tools/mutate

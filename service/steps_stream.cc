@@ -103,7 +103,10 @@ class StepsStream final : public grpc::ServerBidiReactor<v1::StepsRequest, v1::S
     const std::shared_ptr<StepsStream> keep = std::move(self_);
     if (broken()) runner_->AbortOpenSteps();  // the status itself may have found nobody
     core_.streams.Remove(this);
-    core_.metrics.CountRpc(Method::kSteps, final_code_, core_.clock() - opened_);
+    // A cancelled stream's last read may have looked like a half-close, and then it ended with OK.
+    const bool cancelled = broken() && final_code_ == absl::StatusCode::kOk;
+    core_.metrics.CountRpc(Method::kSteps, cancelled ? absl::StatusCode::kCancelled : final_code_,
+                           core_.clock() - opened_);
   }
 
   // ---- StreamTable::Stream

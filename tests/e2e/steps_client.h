@@ -12,9 +12,10 @@ namespace ssmd::e2e {
 
 class StepsClient {
  public:
-  explicit StepsClient(Client& client, bool with_context = true)
+  explicit StepsClient(Client& client, bool with_context = true,
+                       std::chrono::seconds deadline = Client::kDeadline)
       : client_(client), send_context_(with_context) {
-    context.set_deadline(std::chrono::system_clock::now() + Client::kDeadline);
+    context.set_deadline(std::chrono::system_clock::now() + deadline);
     client.AddToken(context);
     stream = client.stub->Steps(&context);
   }
