@@ -63,7 +63,7 @@ STATE_ENGINE = ("ssmd state engine", "What the state engine moves, and what it s
      {"accepted {{model}}": "sum by (model) (rate(ssmd_tokens_accepted_total{$m}$r)) / sum by (model) (rate(ssmd_rows_committed_total{$m}$r))",
       "drafted {{model}}": "sum by (model) (rate(ssmd_tokens_drafted_total{$m}$r)) / sum by (model) (rate(ssmd_rows_committed_total{$m}$r))"}),
     ("Acceptance by position", "percentunit", "Share of rows that accepted the token at this position",
-     {"{{position}}": "sum by (position) (rate(ssmd_tokens_accepted_by_position_total{$m}$r))"
+     {"token {{position}}": "sum by (position) (rate(ssmd_tokens_accepted_by_position_total{$m}$r))"
                       " / scalar(sum(rate(ssmd_rows_committed_total{$m}$r)))"}),
     ("Pages", "short", "Checkpoint pages by what holds them", {"{{kind}}": "sum by (kind) (ssmd_pages{$m})"}),
     ("Slots", "short", "Slots by what holds them", {"{{kind}}": "sum by (kind) (ssmd_slots{$m})"}),

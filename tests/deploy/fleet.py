@@ -133,6 +133,8 @@ class Run:
         self.cpu_before = {s.instance: s.cpu_seconds() for s in self.servers}
         self.begun = time.time()
         self.prometheus = Prometheus(stack, folder, [s.instance for s in self.servers])
+        self.wait_for_scrapes(1)
+        self.scraped = time.time()
         self.wait_for_scrapes(5)
         for i in range(max(rounds)):
             for server, count in zip(self.servers, rounds):

@@ -168,7 +168,7 @@ class Predictions:
                 "Flushes per row": {"folded": r("fused") / rows, "deferred": r("deferred") / rows},
                 "Ring occupancy": {"mean": r("occupancy") / r("begun"), "p90": self.occupancy_p90()},
                 "Acceptance length": {f"accepted {MODEL}": r("accepted") / rows, f"drafted {MODEL}": r("drafted") / rows},
-                "Acceptance by position": {f"{i}": r(f"accepted/{i}") / rows for i in range(4)},
+                "Acceptance by position": {f"token {i}": r(f"accepted/{i}") / rows for i in range(4)},
                 "Pages": {"live": LIVE * servers, "step_target": 0, "free": (PAGES - LIVE) * servers},
                 "Slots": {"sequences": LIVE * servers, "snapshots": 0, "exports": 0, "free": (SLOTS - LIVE) * servers},
                 "Steps, imports and streams that are open":

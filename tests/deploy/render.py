@@ -11,7 +11,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.ticker import FuncFormatter  # noqa: E402
+from matplotlib.ticker import FuncFormatter, MultipleLocator  # noqa: E402
 
 import fleet  # noqa: E402
 
@@ -37,33 +37,38 @@ FORMATS = {
 }
 
 
+def limit_values(axes, title, unit, highest):
+    if not title.startswith("Bytes saved"):
+        axes.set_ylim(0, 1.05 * highest if highest > 0 else 1)
+    elif unit == "percentunit":
+        axes.set_ylim(min(0, axes.get_ylim()[0]), 1)
+    if unit == "bytes" and highest > 0:  # ticks at round numbers of KiB, MiB, ...
+        step = 1024 ** max(0, (int(highest).bit_length() - 1) // 10)
+        step *= next(nice for nice in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500) if highest / (step * nice) <= 7)
+        axes.yaxis.set_major_locator(MultipleLocator(step))
+
+
 def draw_panel(axes, title, unit, lines, begun):
-    stacked = "write every step" in lines
-    if stacked:
-        below = None
-        for name, points in lines.items():
-            if name == "write every step":
-                continue
+    baseline = "write every step"
+    below = None
+    for name, points in lines.items() if baseline in lines else ():  # stacked, all but the baseline
+        if name != baseline:
             times, values = [t - begun for t, _ in points], [v for _, v in points]
             top = [a + b for a, b in zip(below, values)] if below else values
             axes.fill_between(times, below or [0] * len(values), top, alpha=0.6, linewidth=0, label=name)
             below = top
-        lines = {"write every step": lines["write every step"]}
-    for name, points in lines.items():
-        axes.plot([t - begun for t, _ in points], [v for _, v in points], label=name, linewidth=1.4,
-                  color="black" if stacked else None)
+    plain = {baseline: lines[baseline]} if baseline in lines else lines
+    for i, (name, points) in enumerate(plain.items()):  # dashes: lines that lie on one another stay visible
+        axes.plot([t - begun for t, _ in points], [v for _, v in points], label=name, linewidth=1.6,
+                  linestyle="-" if i == 0 else (1.5 * i, (4, 2 + i % 3)), color="black" if below else None)
     axes.set_title(title, fontsize=9, loc="left", fontweight="bold")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: FORMATS[unit](value)))
     axes.tick_params(labelsize=7)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    if not title.startswith("Bytes saved"):
-        axes.set_ylim(bottom=0)
-        if axes.get_ylim()[1] < 1e-9 or all(v == 0 for p in lines.values() for _, v in p) and not stacked:
-            axes.set_ylim(0, 1)
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles, labels, fontsize=6.5, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncol=3, frameon=False,
-                columnspacing=1.0, handlelength=1.2)
+    limit_values(axes, title, unit, max((v for points in plain.values() for _, v in points), default=0))
+    axes.legend(fontsize=6.5, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncol=4 if len(plain) > 9 else 3, frameon=False,
+                columnspacing=1.0, handlelength=1.6)
 
 
 def draw(run, dashboard, panels, output):
@@ -82,7 +87,7 @@ def draw(run, dashboard, panels, output):
                     name = name.replace(instance, alias)
                 lines[name] = [point for point in points if point[1] == point[1]]  # 0 / 0 at the start
         draw_panel(axes, title, unit, lines, run.begun)
-        axes.set_xlim(0, end - run.begun)
+        axes.set_xlim(run.scraped - run.begun, end - run.begun)
     for axes in cells[len(panels):]:
         axes.set_visible(False)
     figure.suptitle(f"ssmd {dashboard}: a scripted run, seconds since its start", fontsize=11)

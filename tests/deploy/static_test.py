@@ -70,7 +70,7 @@ class Deploy(unittest.TestCase):
             sections = ["## What it means", "## Where to look", "## What to do"]
             self.assertEqual(re.findall(r"^## .*", text, re.M), sections)
             for section in text.split("\n## ")[1:]:
-                self.assertGreater(len(section.partition("\n")[2].strip()), 40, f"{name}: {section}")
+                self.assertGreater(len(section.partition("\n")[2].strip()), 30, f"{name}: {section}")
             self.assertIn(f'alertname="{name}"', tested.replace("|", '"alertname="'))
 
     def test_runbooks_name_flags_and_alerts_that_exist(self):
