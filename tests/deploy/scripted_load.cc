@@ -106,7 +106,7 @@ class Load {
                        grpc::Status (Stub::*stub)(grpc::ClientContext*, const Request&, Response*),
                        const Request& request, grpc::StatusCode expected = grpc::OK) {
     const absl::Time begun = absl::Now();
-    const auto reply = client_.Call(stub, request);
+    auto reply = client_.Call(stub, request);
     CountRpc(method, reply.status, absl::ToDoubleSeconds(absl::Now() - begun));
     EXPECT_EQ(reply.status.error_code(), expected) << method << reply.status.error_message();
     return reply;
