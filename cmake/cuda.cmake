@@ -44,6 +44,8 @@ foreach(kind STANDARD EXTENSION)  # CMake 3.25 does not know that nvcc has it
   endif()
 endforeach()
 set(CMAKE_CUDA_STANDARD 20)
+# CMake 3.25.1, Debian 12's, sets a property of this target also where the toolkit has none (CUDA 13): it stops there otherwise.
+add_library(CUDA::nvToolsExt INTERFACE IMPORTED)
 find_package(CUDAToolkit REQUIRED)
 set(SSMD_HAVE_CUDA ON)
 
