@@ -4,7 +4,7 @@ JOBS ?= $(shell nproc)
 FUZZ_SECONDS ?= 30
 SOURCES := $(shell git ls-files -co --exclude-standard '*.cc' '*.h' '*.cu' '*.cuh' 2>/dev/null)
 
-.PHONY: help demo test test-gpu gpu-bundle fuzz mutate dashboards lint format-check format bench deps clean
+.PHONY: help demo test test-gpu gpu-bundle fuzz mutate dashboards lint format-check format bench container-check deps test-deps clean
 
 help:
 	@echo "make demo    install what is missing, build, run the demo against a server of its own, stop it"
@@ -17,24 +17,29 @@ help:
 	@echo "make lint    clang-format and clang-tidy over our sources"
 	@echo "make bench   CPU kernel table, then steps through the server; writes bench/results/cpu.csv"
 	@echo "make build-PRESET, make test-PRESET   with PRESET one of dev, asan, tsan; make build-release has no tests"
+	@echo "make container-check  the Dockerfile's steps in bare Debian roots, without Docker, CPU and CUDA (root; 20 minutes)"
 	@echo "make deps    install what is missing: the Debian packages of tools/packages.txt, and nvcc into build/cuda"
+	@echo "make test-deps  the same, and what only tests need: kubectl, helm and validators into build/deploy-tools"
 	@echo "make clean   remove build/"
 
 deps:
 	@tools/install_packages
 	@tools/install_nvcc
 
+test-deps: deps
+	@tools/install_deploy_tools
+
 build-%: deps
 	@test -f build/$*/build.ninja || cmake --preset $*
 	@cmake --build --preset $* -j $(JOBS)
 
-test-%: build-%
+test-%: test-deps build-%
 	@ctest --preset $* -j $(JOBS)
 
 demo: build-release
 	@tools/demo.sh
 
-test: build-dev build-asan build-tsan
+test: test-deps build-dev build-asan build-tsan
 	@tools/run_tests dev asan tsan
 
 gpu-bundle: build-gpu-tests
@@ -64,6 +69,9 @@ format:
 
 bench: build-release
 	@tools/bench_cpu build/release
+
+container-check:
+	@tools/container_check
 
 clean:
 	rm -rf build
