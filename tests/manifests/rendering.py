@@ -2,7 +2,6 @@
 import functools, pathlib, re, subprocess, sys
 
 import jsonschema, kubernetes_validate, yaml
-from cloudcoil.models.prometheus_operator import v1 as prometheus_operator
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 DEPLOY = ROOT / "deploy"
@@ -58,8 +57,9 @@ def settings(text):
 
 
 @functools.cache
-def operator_schema(kind):
+def operator_validator(kind):
     """Of the Prometheus operator's kinds; closed, so that a misspelt field is a mistake."""
+    from cloudcoil.models.prometheus_operator import v1 as prometheus_operator  # two seconds
 
     def close(node):
         if isinstance(node, dict):
@@ -75,13 +75,13 @@ def operator_schema(kind):
 
     schema = getattr(prometheus_operator, kind).model_json_schema(by_alias=True)
     close(schema)
-    return schema
+    return jsonschema.Draft202012Validator(schema)
 
 
 def validate(thing, kubernetes):
     """Raises when the API server would refuse the object or drop a field of it."""
     if thing["apiVersion"] == "monitoring.coreos.com/v1":
-        jsonschema.validate(thing, operator_schema(thing["kind"]))
+        operator_validator(thing["kind"]).validate(thing)
     else:
         kubernetes_validate.validate(thing, kubernetes, strict=True)
 
@@ -95,7 +95,7 @@ def normalised(rendered):
     def clean(node):
         if isinstance(node, dict):
             return {key: clean(value) for key, value in node.items()
-                    if key not in own_labels and key != "checksum/config" and not (key == "imagePullPolicy")}
+                    if key not in own_labels and key != "checksum/config" and key != "imagePullPolicy"}
         if isinstance(node, list):
             return [clean(child) for child in node]
         return hashed.get(node, node) if isinstance(node, str) else node
