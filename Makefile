@@ -4,7 +4,7 @@ JOBS ?= $(shell nproc)
 FUZZ_SECONDS ?= 30
 SOURCES := $(shell git ls-files -co --exclude-standard '*.cc' '*.h' '*.cu' '*.cuh' 2>/dev/null)
 
-.PHONY: help demo test test-gpu gpu-bundle fuzz mutate dashboards lint format-check format bench container-check deps test-deps clean
+.PHONY: help demo test test-gpu gpu-bundle fuzz mutate dashboards lint format-check format bench container-check page-shot deps test-deps clean
 
 help:
 	@echo "make demo    install what is missing, build, run the demo against a server of its own, stop it"
@@ -18,6 +18,7 @@ help:
 	@echo "make bench   CPU kernel table, then steps through the server; writes bench/results/cpu.csv"
 	@echo "make build-PRESET, make test-PRESET   with PRESET one of dev, asan, tsan; make build-release has no tests"
 	@echo "make container-check  the Dockerfile's steps in bare Debian roots, without Docker, CPU and CUDA (root; 20 minutes)"
+	@echo "make page-shot  pictures of the status page into docs/ (needs Chromium)"
 	@echo "make deps    install what is missing: the Debian packages of tools/packages.txt, and nvcc into build/cuda"
 	@echo "make test-deps  the same, and what only tests need: kubectl, helm and validators into build/deploy-tools"
 	@echo "make clean   remove build/"
@@ -72,6 +73,9 @@ bench: build-release
 
 container-check:
 	@tools/container_check
+
+page-shot: build-release
+	@tools/page_shot build/release docs
 
 clean:
 	rm -rf build

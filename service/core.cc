@@ -46,7 +46,7 @@ ServiceCore::ServiceCore(const ServerConfig& server_config, Clock injected_clock
                  return EndOwner(owner, tenant, sequences);
                }),
       metrics(device->name()),
-      collector(std::make_shared<StoreCollector>(&models, [this] { return ReadGauges(); })),
+      collector(&models, [this] { return ReadGauges(); }),
       verify_queue(config.verify_workers, config.verify_queue_max, config.verify_queue_bytes_max) {}
 
 Store::Released ServiceCore::EndOwner(OwnerId owner, TenantId tenant,
@@ -87,12 +87,19 @@ uint32_t ServiceCore::LiveSequences() const {
   return sequences;
 }
 
+uint32_t ServiceCore::CountSequences(OwnerId owner) const {
+  uint32_t sequences = 0;
+  for (const ModelRef& model : models.All()) sequences += model->store->CountOwned(owner);
+  return sequences;
+}
+
 ServerGauges ServiceCore::ReadGauges() const {
   return {.sessions = sessions.size(),
           .sessions_max = config.sessions_max,
           .sessions_kept = sessions.kept_count(),
           .sessions_opened = sessions.opened_count(),
           .lease_expirations = sessions.expired_count(),
+          .sessions_evicted = sessions.evicted_count(),
           .verify_queue_depth = verify_queue.depth(),
           .verify_queue_depth_max = config.verify_queue_max,
           .verify_queue_bytes = verify_queue.bytes(),

@@ -36,6 +36,7 @@ class ServiceCore {
   // Ends sessions and steps whose time is over.
   void Sweep();
   uint32_t LiveSequences() const;
+  uint32_t CountSequences(OwnerId owner) const;  // of all models
   ServerGauges ReadGauges() const;
   // UNAVAILABLE + DRAINING while the server is stopping.
   absl::Status CheckServing() const;
@@ -44,7 +45,8 @@ class ServiceCore {
   const Clock clock;
   const uint64_t epoch;  // random: names this life of the server
   const absl::Time started;
-  std::atomic<bool> draining{false};
+  std::atomic<bool> serving{false};   // the start is over
+  std::atomic<bool> draining{false};  // nothing new is accepted
 
  private:
   cpu::ThreadPool executor_;
@@ -59,8 +61,8 @@ class ServiceCore {
   SessionTable sessions;
   StreamTable streams;
   Metrics metrics;
-  std::shared_ptr<StoreCollector> collector;  // scraped through a weak pointer
-  VerifyQueue verify_queue;                   // last: its tasks use all of the above
+  StoreCollector collector;
+  VerifyQueue verify_queue;  // last: its tasks use all of the above
 };
 
 }  // namespace ssmd

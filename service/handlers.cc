@@ -105,6 +105,11 @@ absl::Status GetStatus(ServiceCore& core, const Principal& caller, const v1::Get
   response.set_draining(core.draining.load());
   response.set_state_bytes_used(core.device->bytes_used());
   response.set_state_bytes_max(core.device->bytes_max());
+  response.set_sessions_kept(core.sessions.kept_count());
+  response.set_sessions_max(core.config.sessions_max);
+  response.set_verify_queue_depth(core.verify_queue.depth());
+  response.set_verify_queue_max(core.config.verify_queue_max);
+  response.set_verify_running(core.verify_queue.running());
   for (const ModelRef& model : core.models.All(view)) {
     StoreUsage usage = model->store->usage();
     if (view != kNoTenant) {  // of a model that several share, its own
@@ -133,6 +138,12 @@ absl::Status GetStatus(ServiceCore& core, const Principal& caller, const v1::Get
     status.set_flushes_background(counters.flushes_background);
     status.set_flushes_requested(counters.flushes_requested);
     status.set_flushes_deferred(counters.flushes_deferred);
+    // A copy reads and writes what it copies.
+    status.set_state_bytes_read(counters.checkpoint_read_bytes + counters.ring_read_bytes +
+                                counters.ring_copy_bytes);
+    status.set_state_bytes_written(counters.checkpoint_write_bytes + counters.ring_write_bytes +
+                                   counters.ring_copy_bytes);
+    status.set_write_every_step_bytes(counters.write_every_step_bytes);
   }
   return absl::OkStatus();
 }

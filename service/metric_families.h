@@ -60,6 +60,8 @@ inline constexpr MetricInfo kMetricFamilies[] = {
     {"ssmd_sessions_opened_total", COUNTER, "sessions", "", "Sessions opened"},
     {"ssmd_lease_expirations_total", COUNTER, "sessions", "",
      "Sessions ended because their lease ran out"},
+    {"ssmd_sessions_evicted_total", COUNTER, "sessions", "",
+     "Sessions ended by EvictSession, or kept sequences released by it"},
     {"ssmd_models", GAUGE, "models", "", "Registered models"},
     {"ssmd_state_bytes_reserved", GAUGE, "bytes", "", "Memory of all pools"},
     {"ssmd_state_bytes_max", GAUGE, "bytes", "", "Memory that pools may take (--state-memory)"},

@@ -1,14 +1,10 @@
 #include "service/metrics.h"
 
 #include <prometheus/counter.h>
-#include <prometheus/exposer.h>
 #include <prometheus/family.h>
 #include <prometheus/gauge.h>
 #include <prometheus/histogram.h>
 
-#include <exception>
-
-#include "absl/strings/str_cat.h"
 #include "service/config.h"
 #include "service/metric_families.h"
 #include "service/status_map.h"
@@ -94,18 +90,6 @@ void Metrics::CountPrefixLookup(PrefixLookup result) {
 void Metrics::CountVerifyPhases(absl::Duration queued, absl::Duration computed) {
   queue_seconds_->Observe(absl::ToDoubleSeconds(queued));
   compute_seconds_->Observe(absl::ToDoubleSeconds(computed));
-}
-
-absl::Status StartExposer(const std::string& address,
-                          std::unique_ptr<prometheus::Exposer>& exposer) {
-  try {  // prometheus-cpp reports by exception; it stops here
-    exposer = std::make_unique<prometheus::Exposer>(address);
-  } catch (const std::exception& error) {
-    return absl::UnavailableError(absl::StrCat("--metrics-listen: cannot listen on '", address,
-                                               "': expected a free host:port (", error.what(),
-                                               ")"));
-  }
-  return absl::OkStatus();
 }
 
 }  // namespace ssmd

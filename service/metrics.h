@@ -19,7 +19,6 @@
 
 namespace prometheus {
 class Counter;
-class Exposer;
 class Histogram;
 template <typename T>
 class Family;
@@ -85,9 +84,5 @@ class Metrics {
   prometheus::Histogram* queue_seconds_;
   prometheus::Histogram* compute_seconds_;
 };
-
-// The page at http://<address>/metrics. Errors: INVALID_ARGUMENT or UNAVAILABLE naming the address.
-absl::Status StartExposer(const std::string& address,
-                          std::unique_ptr<prometheus::Exposer>& exposer);
 
 }  // namespace ssmd

@@ -5,7 +5,6 @@
 #include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server_builder.h>
-#include <prometheus/exposer.h>
 #include <spdlog/spdlog.h>
 
 #include <chrono>
@@ -18,6 +17,7 @@
 #include "service/listen.h"
 #include "service/model_files.h"
 #include "service/other_services.h"
+#include "service/status_pages.h"
 
 namespace ssmd {
 namespace {
@@ -69,8 +69,8 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerConfig& config
     const absl::Status loaded = server->core_.auth.Load();
     if (!loaded.ok()) return InvalidField("--tokens", absl::StrCat("--tokens: ", loaded.message()));
   }
+  SSMD_RETURN_IF_ERROR(server->StartPages());  // first: probes see us start
   SSMD_RETURN_IF_ERROR(server->RegisterModelFiles());
-  SSMD_RETURN_IF_ERROR(server->StartMetrics());  // first: who is told that we serve can scrape us
   SSMD_ASSIGN_OR_RETURN(const auto credentials, MakeServerCredentials(config));
   const bool two_doors = !config.admin_listen.empty();
   SSMD_RETURN_IF_ERROR(server->Listen("--listen", config.listen,
@@ -79,6 +79,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerConfig& config
   if (two_doors)
     SSMD_RETURN_IF_ERROR(server->Listen("--admin-listen", config.admin_listen, Door::kAdmin,
                                         credentials, server->admin_));
+  server->core_.serving = true;
   if (start_sweeper) server->sweeper_ = std::thread([raw = server.get()] { raw->SweepLoop(); });
   return server;
 }
@@ -145,14 +146,11 @@ std::vector<grpc::Server*> Server::GrpcServers() const {
   return servers;
 }
 
-absl::Status Server::StartMetrics() {
+absl::Status Server::StartPages() {
   const std::string& address = core_.config.metrics_listen;
   if (address.empty()) return absl::OkStatus();
-  SSMD_RETURN_IF_ERROR(StartExposer(address, exposer_));
-  exposer_->RegisterCollectable(core_.metrics.registry());
-  exposer_->RegisterCollectable(core_.collector);
-  const std::vector<int> ports = exposer_->GetListeningPorts();
-  metrics_address_ = ports.empty() ? address : WithPort(address, ports.front());
+  SSMD_ASSIGN_OR_RETURN(pages_, HttpServer::Start(address, StatusPages(&core_)));
+  metrics_address_ = WithPort(address, pages_->port());
   return absl::OkStatus();
 }
 
@@ -197,7 +195,7 @@ void Server::Shutdown(absl::Duration drain_timeout) {
   }
   stop_.notify_all();
   if (sweeper_.joinable()) sweeper_.join();
-  exposer_.reset();  // up to 2 s: README.md, "Stopping"
+  pages_.reset();  // up to 2 s: README.md, "Stopping"
 }
 
 }  // namespace ssmd

@@ -1,7 +1,7 @@
 // Server: one running state service in this process: gRPC, metrics page, sweeper.
 //
 // Threads: gRPC's own (parse, validate, store control calls), verify_workers (Verify),
-// compute_threads (kernels), one sweeper (leases, step deadlines), the metrics page's two.
+// compute_threads (kernels), one sweeper (leases, step deadlines), the pages' (http_server.h).
 // Thread-safe, but for destruction.
 #pragma once
 
@@ -15,11 +15,8 @@
 #include <vector>
 
 #include "service/core.h"
+#include "service/http_server.h"
 #include "service/service.h"
-
-namespace prometheus {
-class Exposer;
-}
 
 namespace ssmd {
 
@@ -69,12 +66,12 @@ class Server {
                       const std::shared_ptr<grpc::ServerCredentials>& credentials,
                       Entrance& entrance);
   std::vector<grpc::Server*> GrpcServers() const;
-  absl::Status StartMetrics();
+  absl::Status StartPages();
   void SweepLoop();
 
   ServiceCore core_;
   Entrance public_, admin_;
-  std::unique_ptr<prometheus::Exposer> exposer_;
+  std::unique_ptr<HttpServer> pages_;
   std::string metrics_address_;
 
   // Not an absl::Mutex: that counts its timeouts on the wall clock, and sweeps would stall while it

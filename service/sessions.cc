@@ -15,11 +15,10 @@ namespace {
 
 constexpr uint32_t kRetryAfterMs = 1000;
 
-absl::Status UnknownSession(OwnerId id) {
-  return ErrorWithReason(
-      absl::StatusCode::kNotFound, reason::kSessionExpired,
-      absl::StrFormat("context.session_id: session 0x%016x is unknown, closed or expired",
-                      static_cast<uint64_t>(id)));
+absl::Status UnknownSession(OwnerId id, absl::string_view field = "context.session_id") {
+  return ErrorWithReason(absl::StatusCode::kNotFound, reason::kSessionExpired,
+                         absl::StrFormat("%s: session 0x%016x is unknown, closed or expired", field,
+                                         static_cast<uint64_t>(id)));
 }
 
 }  // namespace
@@ -110,6 +109,7 @@ absl::StatusOr<SessionTable::Opened> SessionTable::Open(uint32_t lease_ms,
   session->client_name_ = std::string(client_name);
   session->lease_ms_ = lease_ms;
   session->adoption_ms_ = adoption_ms;
+  session->opened_ = clock_();
   Renew(*session);
   sessions_.emplace(session->id_, session);
   ++opened_count_;
@@ -134,19 +134,27 @@ void SessionTable::Leave(const std::shared_ptr<Session>& session) {
     if (--session->calls_in_flight_ > 0 || !session->closing_) return;
     done = std::move(session->on_ended_);
   }
-  done(End(*session));
+  done(End(session));
 }
 
-Store::Released SessionTable::End(const Session& session) {
-  const bool keep = session.adoption_ms_ > 0;
-  Store::Released ended =
-      end_(session.id_, session.tenant_, keep ? Sequences::kKeep : Sequences::kRelease);
+Store::Released SessionTable::End(const std::shared_ptr<Session>& session) {
+  const OwnerId id = session->id_;
+  bool keep = session->adoption_ms_ > 0;
+  {
+    absl::MutexLock lock(&mu_);
+    keep = keep && !session->evicted_;
+  }
+  Store::Released ended = end_(id, session->tenant_, keep ? Sequences::kKeep : Sequences::kRelease);
   absl::MutexLock lock(&mu_);
-  ending_.erase(session.id_);
+  ending_.erase(id);
   if (!keep || ended.sequences == 0) return ended;
-  kept_[session.id_] = {.until = clock_() + absl::Milliseconds(session.adoption_ms_),
-                        .tenant = session.tenant_,
-                        .sequences = ended.sequences};
+  kept_[id] = {.client_name = session->client_name_,
+               .lease_ms = session->lease_ms_,
+               .adoption_ms = session->adoption_ms_,
+               .opened = session->opened_,
+               .until = clock_() + absl::Milliseconds(session->adoption_ms_),
+               .tenant = session->tenant_,
+               .sequences = ended.sequences};
   ended.sequences = 0;
   return ended;
 }
@@ -240,6 +248,83 @@ void SessionTable::ReleaseOverdue() {
   }
 }
 
+absl::Status SessionTable::Evict(OwnerId id, std::function<void(Store::Released)> done) {
+  std::shared_ptr<Session> session;
+  {
+    absl::MutexLock lock(&mu_);
+    if (const auto found = sessions_.find(id); found != sessions_.end()) {
+      session = found->second;
+      session->closing_ = session->evicted_ = true;
+      ending_.insert(id);
+      sessions_.erase(found);
+      ++evicted_count_;
+      if (session->calls_in_flight_ > 0) {
+        session->on_ended_ = std::move(done);
+        return absl::OkStatus();
+      }
+    }
+  }
+  if (session != nullptr) {
+    done(End(session));
+    return absl::OkStatus();
+  }
+  Store::Released released;
+  {
+    TenantId tenant = kNoTenant;
+    absl::MutexLock adopt_lock(&adopt_mu_);
+    {
+      absl::MutexLock lock(&mu_);
+      const auto kept = kept_.find(id);
+      if (kept == kept_.end() || kept->second.sequences == 0)
+        return UnknownSession(id, "session_id");
+      tenant = kept->second.tenant;
+    }
+    released = end_(id, tenant, Sequences::kRelease);
+    absl::MutexLock lock(&mu_);
+    kept_.erase(id);
+    ++evicted_count_;
+  }
+  done(released);
+  return absl::OkStatus();
+}
+
+std::vector<SessionTable::View> SessionTable::List(OwnerId after, uint32_t count) const {
+  absl::MutexLock lock(&mu_);
+  std::vector<OwnerId> ids;
+  for (const auto& [id, session] : sessions_)
+    if (id > after) ids.push_back(id);
+  for (const auto& [id, kept] : kept_)
+    if (id > after && kept.sequences > 0) ids.push_back(id);
+  const auto end = ids.begin() + std::min<ptrdiff_t>(count, std::ssize(ids));
+  std::partial_sort(ids.begin(), end, ids.end());
+  ids.erase(end, ids.end());
+  const absl::Time now = clock_();
+  std::vector<View> views;
+  for (const OwnerId id : ids) {
+    const auto view = [&](const auto& name, absl::Time opened, absl::Time until) -> View& {
+      views.push_back({.id = id,
+                       .client_name = name,
+                       .age = now - opened,
+                       .remaining = std::max(until - now, absl::ZeroDuration())});
+      return views.back();
+    };
+    if (const auto open = sessions_.find(id); open != sessions_.end()) {
+      const Session& session = *open->second;
+      View& added = view(session.client_name_, session.opened_, session.lease_end_);
+      added.lease_ms = session.lease_ms_;
+      added.adoption_ms = session.adoption_ms_;
+      added.calls_in_flight = session.calls_in_flight_;
+    } else {
+      const Kept& kept = kept_.at(id);
+      View& added = view(kept.client_name, kept.opened, kept.until);
+      added.lease_ms = kept.lease_ms;
+      added.adoption_ms = kept.adoption_ms;
+      added.kept = true;
+    }
+  }
+  return views;
+}
+
 uint32_t SessionTable::ExpireLeases() {
   std::vector<std::shared_ptr<Session>> expired;
   {
@@ -253,7 +338,7 @@ uint32_t SessionTable::ExpireLeases() {
     }
     expired_count_ += expired.size();
   }
-  for (const std::shared_ptr<Session>& session : expired) End(*session);
+  for (const std::shared_ptr<Session>& session : expired) End(session);
   ReleaseOverdue();
   return static_cast<uint32_t>(expired.size());
 }
@@ -278,6 +363,11 @@ uint32_t SessionTable::kept_count() const {
 uint64_t SessionTable::opened_count() const {
   absl::MutexLock lock(&mu_);
   return opened_count_;
+}
+
+uint64_t SessionTable::evicted_count() const {
+  absl::MutexLock lock(&mu_);
+  return evicted_count_;
 }
 
 uint64_t SessionTable::expired_count() const {

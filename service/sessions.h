@@ -74,9 +74,10 @@ class Session {
   uint32_t adoption_ms_ = 0;
 
   // Guarded by SessionTable::mu_.
-  absl::Time lease_end_;
+  absl::Time opened_, lease_end_;
   uint32_t calls_in_flight_ = 0;
   bool closing_ = false;
+  bool evicted_ = false;  // nothing is kept
   std::function<void(Store::Released)> on_ended_;
 
   absl::Mutex replay_mu_;
@@ -153,6 +154,22 @@ class SessionTable {
   absl::StatusOr<std::vector<SequenceState>> Adopt(const Session& adopter, OwnerId old,
                                                    Store& store, absl::Span<const SequenceId> ids);
 
+  // Ends a session whatever its lease says, and keeps nothing for adoption; of one that has ended,
+  // releases what it left. `done` runs as in Close. Errors: NOT_FOUND for a session that is unknown
+  // or ending, or of which nothing is kept; `done` then never runs.
+  absl::Status Evict(OwnerId id, std::function<void(Store::Released)> done);
+
+  struct View {
+    OwnerId id{};
+    std::string client_name;
+    bool kept = false;  // ended; its sequences wait for adoption
+    absl::Duration age, remaining;
+    uint32_t lease_ms = 0, adoption_ms = 0, calls_in_flight = 0;
+  };
+  // Up to `count` sessions that are open or keep sequences, ascending by id, with ids above
+  // `after`.
+  std::vector<View> List(OwnerId after, uint32_t count) const;
+
   // Ends every session whose lease has run out, and releases what nobody adopted in time; returns
   // how many leases ran out.
   uint32_t ExpireLeases();
@@ -162,12 +179,15 @@ class SessionTable {
   uint32_t kept_count() const;  // ended sessions whose sequences wait for adoption
   uint64_t opened_count() const;
   uint64_t expired_count() const;
+  uint64_t evicted_count() const;
 
  private:
   friend class SessionCall;
   // An ended session whose sequences are, or were, kept.
   struct Kept {
-    absl::Time until;
+    std::string client_name;
+    uint32_t lease_ms = 0, adoption_ms = 0;
+    absl::Time opened, until;
     TenantId tenant = kNoTenant;
     uint32_t sequences = 0;                               // still kept
     std::vector<std::pair<OwnerId, SequenceId>> adopted;  // by whom
@@ -175,7 +195,7 @@ class SessionTable {
 
   void Leave(const std::shared_ptr<Session>& session);
   // Requires: the session cannot be entered, no call of it is in flight, and its id is in ending_.
-  Store::Released End(const Session& session);
+  Store::Released End(const std::shared_ptr<Session>& session);
   absl::Status CheckKept(OwnerId old, TenantId tenant) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void RecordAdopted(OwnerId old, OwnerId adopter, absl::Span<const SequenceState> moved)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -196,6 +216,7 @@ class SessionTable {
   std::deque<OwnerId> adopted_out_ ABSL_GUARDED_BY(mu_);
   uint64_t opened_count_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t expired_count_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t evicted_count_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
 // From the kernel's generator; never zero.

@@ -182,6 +182,7 @@ std::vector<MetricFamily> StoreCollector::Collect() const {
   add(FamilyNamed("ssmd_sessions_kept"), gauges.sessions_kept);
   add(FamilyNamed("ssmd_sessions_opened_total"), ToDouble(gauges.sessions_opened));
   add(FamilyNamed("ssmd_lease_expirations_total"), ToDouble(gauges.lease_expirations));
+  add(FamilyNamed("ssmd_sessions_evicted_total"), ToDouble(gauges.sessions_evicted));
   add(FamilyNamed("ssmd_verify_queue_depth"), gauges.verify_queue_depth);
   add(FamilyNamed("ssmd_verify_queue_depth_max"), gauges.verify_queue_depth_max);
   add(FamilyNamed("ssmd_verify_queue_bytes"), ToDouble(gauges.verify_queue_bytes));

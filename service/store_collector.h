@@ -22,6 +22,7 @@ struct ServerGauges {
   uint32_t sessions_kept = 0;
   uint64_t sessions_opened = 0;
   uint64_t lease_expirations = 0;
+  uint64_t sessions_evicted = 0;
   uint32_t verify_queue_depth = 0;
   uint32_t verify_queue_depth_max = 0;
   uint64_t verify_queue_bytes = 0;
