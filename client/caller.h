@@ -14,10 +14,12 @@ namespace ssmd::client {
 class Caller {
  public:
   using Stub = v1::StateService::StubInterface;
+  using AdminStub = v1::AdminService::StubInterface;
 
   Caller(std::shared_ptr<grpc::Channel> channel, const Client::Options& options)
       : channel_(std::move(channel)),
         stub_(v1::StateService::NewStub(channel_)),
+        admin_stub_(v1::AdminService::NewStub(channel_)),
         options_(options) {}
 
   template <typename Request, typename Response>
@@ -30,6 +32,20 @@ class Caller {
           response.Clear();
           return (stub_.get()->*rpc)(&context, request, &response);
         });
+    if (!status.ok()) return status;
+    return response;
+  }
+
+  template <typename Request, typename Response>
+  absl::StatusOr<Response> CallAdmin(Method method,
+                                     grpc::Status (AdminStub::*rpc)(grpc::ClientContext*,
+                                                                    const Request&, Response*),
+                                     const Request& request, const CallOptions& call) const {
+    Response response;
+    absl::Status status = Attempt(RuleOf(method), false, call, [&](grpc::ClientContext& context) {
+      response.Clear();
+      return (admin_stub_.get()->*rpc)(&context, request, &response);
+    });
     if (!status.ok()) return status;
     return response;
   }
@@ -58,6 +74,7 @@ class Caller {
 
   const std::shared_ptr<grpc::Channel> channel_;
   const std::unique_ptr<Stub> stub_;
+  const std::unique_ptr<AdminStub> admin_stub_;
   const Client::Options options_;
 };
 

@@ -107,6 +107,40 @@ absl::StatusOr<v1::GetStatusResponse> Client::GetStatus(const CallOptions& call)
   return caller_->Call(Method::kGetStatus, &Caller::Stub::GetStatus, v1::GetStatusRequest(), call);
 }
 
+absl::StatusOr<v1::DrainResponse> Client::Drain(bool resume, const CallOptions& call) {
+  v1::DrainRequest request;
+  request.set_resume(resume);
+  return caller_->CallAdmin(Method::kDrain, &Caller::AdminStub::Drain, request, call);
+}
+
+absl::StatusOr<v1::SetLogLevelResponse> Client::SetLogLevel(const std::string& level,
+                                                            const CallOptions& call) {
+  v1::SetLogLevelRequest request;
+  request.set_level(level);
+  return caller_->CallAdmin(Method::kSetLogLevel, &Caller::AdminStub::SetLogLevel, request, call);
+}
+
+absl::StatusOr<v1::ListSessionsResponse> Client::ListSessions(uint64_t after, uint32_t page_size,
+                                                              const CallOptions& call) {
+  v1::ListSessionsRequest request;
+  request.set_after(after);
+  request.set_page_size(page_size);
+  return caller_->CallAdmin(Method::kListSessions, &Caller::AdminStub::ListSessions, request, call);
+}
+
+absl::StatusOr<v1::EvictSessionResponse> Client::EvictSession(uint64_t session_id,
+                                                              const CallOptions& call) {
+  v1::EvictSessionRequest request;
+  request.set_session_id(session_id);
+  return caller_->CallAdmin(Method::kEvictSession, &Caller::AdminStub::EvictSession, request, call);
+}
+
+absl::StatusOr<v1::EvictSnapshotsResponse> Client::EvictSnapshots(
+    const v1::EvictSnapshotsRequest& request, const CallOptions& call) {
+  return caller_->CallAdmin(Method::kEvictSnapshots, &Caller::AdminStub::EvictSnapshots, request,
+                            call);
+}
+
 absl::StatusOr<std::unique_ptr<Session>> Client::OpenSession(const SessionOptions& options,
                                                              const CallOptions& call) {
   return Session::Open(caller_, options, call);

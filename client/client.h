@@ -1,4 +1,4 @@
-// Client: the RPCs of ssmd.v1.StateService as typed, synchronous calls.
+// Client: the RPCs of ssmd.v1.StateService and AdminService as typed, synchronous calls.
 //
 //   auto client = Client::Connect("127.0.0.1:7070");
 //   auto model = (*client)->RegisterModel(spec);
@@ -23,6 +23,7 @@
 #include "client/errors.h"
 #include "client/retry.h"
 #include "client/security.h"
+#include "ssmd/v1/admin_service.grpc.pb.h"
 #include "ssmd/v1/state_service.grpc.pb.h"
 
 namespace ssmd::client {
@@ -71,6 +72,20 @@ class Client {
   absl::StatusOr<v1::GetCapabilitiesResponse> GetCapabilities(uint64_t model_id = 0,
                                                               const CallOptions& call = {});
   absl::StatusOr<v1::GetStatusResponse> GetStatus(const CallOptions& call = {});
+
+  // AdminService, for whoever operates the server.
+  absl::StatusOr<v1::DrainResponse> Drain(bool resume = false, const CallOptions& call = {});
+  // `level`: trace, debug, info, warn, error or off.
+  absl::StatusOr<v1::SetLogLevelResponse> SetLogLevel(const std::string& level,
+                                                      const CallOptions& call = {});
+  // `after`: next_after of the page before; 0: from the start.
+  absl::StatusOr<v1::ListSessionsResponse> ListSessions(uint64_t after = 0, uint32_t page_size = 0,
+                                                        const CallOptions& call = {});
+  // Waits for the session's calls in flight.
+  absl::StatusOr<v1::EvictSessionResponse> EvictSession(uint64_t session_id,
+                                                        const CallOptions& call = {});
+  absl::StatusOr<v1::EvictSnapshotsResponse> EvictSnapshots(
+      const v1::EvictSnapshotsRequest& request, const CallOptions& call = {});
 
   // Opens a session and starts the thread that keeps it alive.
   absl::StatusOr<std::unique_ptr<Session>> OpenSession(const SessionOptions& options = {},

@@ -41,6 +41,11 @@ constexpr std::array<RetryRule, kMethodCount> kRules = {{
     {Method::kExportState, "ExportState", Resend::kAlways, false, 8},
     {Method::kSteps, "Steps", Resend::kNever, false, 1},  // a stream is opened again by its owner
     {Method::kGetStatus, "GetStatus", Resend::kAlways, false, 8},
+    {Method::kDrain, "Drain", Resend::kAlways, false, 8},
+    {Method::kSetLogLevel, "SetLogLevel", Resend::kAlways, false, 8},
+    {Method::kListSessions, "ListSessions", Resend::kAlways, false, 8},
+    {Method::kEvictSession, "EvictSession", Resend::kAlways, true, 3},
+    {Method::kEvictSnapshots, "EvictSnapshots", Resend::kAlways, false, 8},
 }};
 
 constexpr bool InOrder() {

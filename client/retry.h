@@ -48,8 +48,14 @@ enum class Method : uint8_t {
   kExportState,
   kSteps,
   kGetStatus,
+  // AdminService
+  kDrain,
+  kSetLogLevel,
+  kListSessions,
+  kEvictSession,
+  kEvictSnapshots,
 };
-inline constexpr size_t kMethodCount = static_cast<size_t>(Method::kGetStatus) + 1;
+inline constexpr size_t kMethodCount = static_cast<size_t>(Method::kEvictSnapshots) + 1;
 
 // May a call be sent again when it is lost?
 enum class Resend : uint8_t {
@@ -60,7 +66,7 @@ enum class Resend : uint8_t {
 
 struct RetryRule {
   Method method;
-  const char* name;  // as in state_service.proto
+  const char* name;  // as in the proto
   Resend resend;
   // The method ends something, and NOT_FOUND to a repeat says that the lost call did it: success.
   bool gone_means_done;

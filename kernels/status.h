@@ -51,6 +51,7 @@ inline constexpr absl::string_view kNoSnapshotSlot = "NO_SNAPSHOT_SLOT";
 inline constexpr absl::string_view kNoMemory = "NO_MEMORY";
 inline constexpr absl::string_view kLimit = "LIMIT_REACHED";
 inline constexpr absl::string_view kDraining = "DRAINING";
+inline constexpr absl::string_view kStopping = "STOPPING";
 }  // namespace reason
 
 namespace detail {

@@ -20,6 +20,7 @@
 #include "kernels/status.h"
 #include "service/config_file.h"
 #include "service/listen.h"
+#include "service/log.h"
 #include "service/metric_families.h"
 
 #ifndef SSMD_VERSION
@@ -234,8 +235,7 @@ void AddSettings(Settings& settings, ServerConfig& config) {
   settings.Group("Debugging");
   settings.Switch("poison-garbage", config.poison_garbage,
                   "Fill bytes that no record owns with NaN (slow)");
-  settings.Choice("log-level", config.log_level, {"trace", "debug", "info", "warn", "error", "off"},
-                  "Least severe message logged");
+  settings.Choice("log-level", config.log_level, LogLevels(), "Least severe message logged");
   settings.Choice("log-format", config.log_format, {"text", "json"}, "One line a message");
 }
 

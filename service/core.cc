@@ -111,10 +111,43 @@ ServerGauges ServiceCore::ReadGauges() const {
           .draining = draining.load()};
 }
 
+void ServiceCore::SetDraining(bool value) {
+  if (draining.exchange(value) == value) return;
+  if (report_health_) report_health_(!value);
+  spdlog::info("{}: {} sequences live, {} sessions open", value ? "draining" : "serving again",
+               LiveSequences(), sessions.size());
+}
+
+void ServiceCore::ReportHealthTo(std::function<void(bool serving)> report) {
+  absl::MutexLock lock(&drain_mu_);
+  report_health_ = std::move(report);
+  report_health_(!draining.load());
+}
+
+void ServiceCore::Drain() {
+  absl::MutexLock lock(&drain_mu_);
+  SetDraining(true);
+}
+
+absl::Status ServiceCore::Resume() {
+  absl::MutexLock lock(&drain_mu_);
+  if (stopping_)
+    return ErrorWithReason(absl::StatusCode::kFailedPrecondition, reason::kStopping,
+                           "resume: the server was told to stop and will end");
+  SetDraining(false);
+  return absl::OkStatus();
+}
+
+void ServiceCore::Stop() {
+  absl::MutexLock lock(&drain_mu_);
+  stopping_ = true;
+  SetDraining(true);
+}
+
 absl::Status ServiceCore::CheckServing() const {
   if (!draining.load()) return absl::OkStatus();
   return WithDetail(ErrorWithReason(absl::StatusCode::kUnavailable, reason::kDraining,
-                                    "the server is stopping: nothing new is accepted"),
+                                    "the server is draining: nothing new is accepted"),
                     detail::kRetryAfterMs, std::to_string(config.drain_timeout_ms));
 }
 

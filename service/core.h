@@ -3,9 +3,12 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
 #include "kernels/cpu/thread_pool.h"
 #include "kernels/device.h"
 #include "service/auth.h"
@@ -38,8 +41,17 @@ class ServiceCore {
   uint32_t LiveSequences() const;
   uint32_t CountSequences(OwnerId owner) const;  // of all models
   ServerGauges ReadGauges() const;
-  // UNAVAILABLE + DRAINING while the server is stopping.
+  // UNAVAILABLE + DRAINING while nothing new is accepted.
   absl::Status CheckServing() const;
+
+  // Turns new models, sessions and sequences away; whatever lives goes on. Idempotent.
+  void Drain();
+  // Accepts them again. Errors: FAILED_PRECONDITION + STOPPING after Stop.
+  absl::Status Resume();
+  // Drains for good.
+  void Stop();
+  // Tells `report` now and whenever it changes whether the server takes new work.
+  void ReportHealthTo(std::function<void(bool serving)> report);
 
   const ServerConfig config;
   const Clock clock;
@@ -49,6 +61,12 @@ class ServiceCore {
   std::atomic<bool> draining{false};  // nothing new is accepted
 
  private:
+  void SetDraining(bool value) ABSL_EXCLUSIVE_LOCKS_REQUIRED(drain_mu_);
+
+  absl::Mutex drain_mu_;  // held while health is told: the last word is the newest
+  std::function<void(bool)> report_health_ ABSL_GUARDED_BY(drain_mu_);
+  bool stopping_ ABSL_GUARDED_BY(drain_mu_) = false;
+
   cpu::ThreadPool executor_;
   cpu::BackgroundThreads flush_threads_;
 

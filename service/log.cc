@@ -4,7 +4,11 @@
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
+#include <algorithm>
 #include <memory>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 
 namespace ssmd {
 namespace {
@@ -39,6 +43,25 @@ std::string JsonQuoted(const std::string& text) {
     }
   }
   return out + '"';
+}
+
+const std::vector<std::string>& LogLevels() {
+  static const auto& levels =
+      *new std::vector<std::string>{"trace", "debug", "info", "warn", "error", "off"};
+  return levels;
+}
+
+absl::StatusOr<std::string> ChangeLogLevel(const std::string& level) {
+  const std::vector<std::string>& levels = LogLevels();
+  if (std::find(levels.begin(), levels.end(), level) == levels.end())
+    return absl::InvalidArgumentError(
+        absl::StrCat("expected one of ", absl::StrJoin(levels, ", "), ", got '", level, "'"));
+  const auto before = spdlog::get_level();
+  spdlog::set_level(spdlog::level::from_str(level));
+  spdlog::info("log level {}", level);
+  for (const std::string& name : levels)
+    if (spdlog::level::from_str(name) == before) return name;
+  return std::string("off");
 }
 
 void InitLogging(const std::string& level, const std::string& format) {

@@ -17,7 +17,8 @@ constexpr const char* kMethodNames[] = {
     "CreateSequences", "ForkSequences",   "ReleaseSequences", "GetSequences",   "BeginStep",
     "Verify",          "Commit",          "AbortStep",        "Rollback",       "CreateSnapshot",
     "DeleteSnapshot",  "GetStatus",       "UnregisterModel",  "AdoptSequences", "FlushSequences",
-    "LookupPrefix",    "ListSnapshots",   "ImportState",      "ExportState",    "Steps"};
+    "LookupPrefix",    "ListSnapshots",   "ImportState",      "ExportState",    "Steps",
+    "Drain",           "SetLogLevel",     "ListSessions",     "EvictSession",   "EvictSnapshots"};
 static_assert(std::size(kMethodNames) == kMethodCount);
 
 // 20 us (a control call on loopback) to 10 s (a large Verify on a loaded CPU), about 1-2-5.

@@ -52,8 +52,14 @@ enum class Method : uint8_t {
   kImportState,
   kExportState,
   kSteps,
+  // AdminService
+  kDrain,
+  kSetLogLevel,
+  kListSessions,
+  kEvictSession,
+  kEvictSnapshots,
 };
-inline constexpr size_t kMethodCount = 25;
+inline constexpr size_t kMethodCount = 30;
 const char* MethodName(Method method);
 
 class Metrics {
@@ -75,7 +81,7 @@ class Metrics {
 
   std::shared_ptr<prometheus::Registry> registry_;
   prometheus::Family<prometheus::Counter>* rpcs_;
-  // Most are filled on first use: a page of 25 x 17 zeros would help nobody.
+  // Most are filled on first use: a page of 30 x 17 zeros would help nobody.
   std::array<std::array<std::atomic<prometheus::Counter*>, kCodeCount>, kMethodCount>
       rpc_counters_{};
   std::array<prometheus::Histogram*, kMethodCount> rpc_seconds_{};

@@ -34,6 +34,11 @@ constexpr MethodRole kRoles[] = {
     {"/ssmd.v1.StateService/ExportState", Role::kReadOnly},
     {"/ssmd.v1.StateService/Steps", Role::kWorker},
     {"/ssmd.v1.StateService/GetStatus", Role::kReadOnly},
+    {"/ssmd.v1.AdminService/Drain", Role::kAdmin},
+    {"/ssmd.v1.AdminService/SetLogLevel", Role::kAdmin},
+    {"/ssmd.v1.AdminService/ListSessions", Role::kAdmin},
+    {"/ssmd.v1.AdminService/EvictSession", Role::kAdmin},
+    {"/ssmd.v1.AdminService/EvictSnapshots", Role::kAdmin},
     // gRPC's own.
     {"/grpc.health.v1.Health/", Role::kNone},  // probes carry no token
     {"/grpc.reflection.v1alpha.ServerReflection/", Role::kReadOnly},

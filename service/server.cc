@@ -79,6 +79,10 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerConfig& config
   if (two_doors)
     SSMD_RETURN_IF_ERROR(server->Listen("--admin-listen", config.admin_listen, Door::kAdmin,
                                         credentials, server->admin_));
+  server->core_.ReportHealthTo([raw = server.get()](bool serving) {
+    for (grpc::Server* each : raw->GrpcServers())
+      each->GetHealthCheckService()->SetServingStatus(serving);
+  });
   server->core_.serving = true;
   if (start_sweeper) server->sweeper_ = std::thread([raw = server.get()] { raw->SweepLoop(); });
   return server;
@@ -124,7 +128,9 @@ absl::Status Server::Listen(absl::string_view flag, const std::string& address, 
     builder.experimental().SetInterceptorCreators(std::move(guards));
   }
   entrance.service = MakeStateService(&core_, door);
+  entrance.admin = MakeAdminService(&core_, door);
   builder.RegisterService(entrance.service.get());
+  builder.RegisterService(entrance.admin.get());
   entrance.server = builder.BuildAndStart();
   if (entrance.server == nullptr || port == 0) {
     entrance.server = nullptr;
@@ -134,8 +140,7 @@ absl::Status Server::Listen(absl::string_view flag, const std::string& address, 
   SSMD_RETURN_IF_ERROR(RestrictSocket(flag, address, config));
   entrance.address = absl::StartsWith(address, "unix:") ? address : WithPort(address, port);
   grpc::HealthCheckServiceInterface* health = entrance.server->GetHealthCheckService();
-  health->SetServingStatus(true);
-  health->SetServingStatus(v1::StateService::service_full_name(), true);
+  health->SetServingStatus(v1::StateService::service_full_name(), true);  // makes it known
   return absl::OkStatus();
 }
 
@@ -164,20 +169,12 @@ void Server::SweepLoop() {
   }
 }
 
-void Server::BeginDrain() {
-  const std::vector<grpc::Server*> servers = GrpcServers();
-  if (core_.draining.exchange(true) || servers.empty()) return;
-  for (grpc::Server* server : servers) server->GetHealthCheckService()->SetServingStatus(false);
-  spdlog::info("draining: {} sequences live, {} sessions open", core_.LiveSequences(),
-               core_.sessions.size());
-}
-
 void Server::Shutdown(absl::Duration drain_timeout) {
   {
     const std::lock_guard<std::mutex> lock(mu_);
     if (stopping_) return;
   }
-  BeginDrain();
+  core_.Stop();
   if (const std::vector<grpc::Server*> servers = GrpcServers(); !servers.empty()) {
     const absl::Time end = absl::Now() + drain_timeout;
     while (core_.LiveSequences() > 0 && absl::Now() < end) absl::SleepFor(kDrainPoll);

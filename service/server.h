@@ -47,10 +47,10 @@ class Server {
   void Sweep() { core_.Sweep(); }
 
   // Health turns NOT_SERVING; new models, sessions and sequences are refused; the rest goes on.
-  void BeginDrain();
+  void BeginDrain() { core_.Drain(); }
 
-  // BeginDrain, then waits until no sequence lives (at most `drain_timeout`), then ends: calls in
-  // flight get kFinishGrace more, running kernels always finish. Idempotent.
+  // Drains for good, then waits until no sequence lives (at most `drain_timeout`), then ends: calls
+  // in flight get kFinishGrace more, running kernels always finish. Idempotent.
   void Shutdown(absl::Duration drain_timeout);
 
  private:
@@ -59,6 +59,7 @@ class Server {
   // One address and its gRPC server. A core may have several.
   struct Entrance {
     std::unique_ptr<v1::StateService::CallbackService> service;
+    std::unique_ptr<v1::AdminService::CallbackService> admin;
     std::unique_ptr<grpc::Server> server;  // destroyed first
     std::string address;
   };

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "service/admin_handlers.h"
 #include "service/fence.h"
 #include "service/handlers.h"
 #include "service/status_map.h"
@@ -242,7 +243,55 @@ class StateServiceImpl final : public v1::StateService::CallbackService {
   const Door door_;
 };
 
+class AdminServiceImpl final : public v1::AdminService::CallbackService {
+ public:
+  AdminServiceImpl(ServiceCore* core, Door door) : core_(*core), door_(door) {}
+
+  // Answered when the session's last call in flight has ended.
+  grpc::ServerUnaryReactor* EvictSession(Context* context, const v1::EvictSessionRequest* request,
+                                         v1::EvictSessionResponse* response) override {
+    auto* call = new Call(core_, Method::kEvictSession, context, request, response);
+    const absl::Status evicting = [&]() -> absl::Status {
+      SSMD_RETURN_IF_ERROR(Authorize(Method::kEvictSession, *context).status());
+      return handlers::EvictSession(core_, *request, [call](Store::Released released) {
+        call->response.set_sequences_released(released.sequences);
+        call->response.set_steps_aborted(released.steps);
+        call->Complete(absl::OkStatus());
+      });
+    }();
+    if (!evicting.ok()) call->Complete(evicting);
+    return call;
+  }
+
+#define SSMD_UNARY(name)                                                                 \
+  grpc::ServerUnaryReactor* name(Context* context, const v1::name##Request* request,     \
+                                 v1::name##Response* response) override {                \
+    auto* call = new Call(core_, Method::k##name, context, request, response);           \
+    const auto caller = Authorize(Method::k##name, *context);                            \
+    call->Complete(caller.ok() ? handlers::name(core_, *caller, *request, *response) \
+                               : caller.status());                                       \
+    return call;                                                                         \
+  }
+  SSMD_UNARY(Drain)
+  SSMD_UNARY(SetLogLevel)
+  SSMD_UNARY(ListSessions)
+  SSMD_UNARY(EvictSnapshots)
+#undef SSMD_UNARY
+
+ private:
+  absl::StatusOr<Principal> Authorize(Method method, const Context& context) const {
+    return core_.auth.Authorize(door_, method, context);
+  }
+
+  ServiceCore& core_;
+  const Door door_;
+};
+
 }  // namespace
+
+std::unique_ptr<v1::AdminService::CallbackService> MakeAdminService(ServiceCore* core, Door door) {
+  return std::make_unique<AdminServiceImpl>(core, door);
+}
 
 std::unique_ptr<v1::StateService::CallbackService> MakeStateService(ServiceCore* core, Door door) {
   return std::make_unique<StateServiceImpl>(core, door);

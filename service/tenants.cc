@@ -51,6 +51,13 @@ bool IsInScope(TenantId tenant, const SnapshotKey& key) {
   return absl::StartsWith(key.digest, Scope(tenant));
 }
 
+TenantId TenantOf(const SnapshotKey& key) {
+  SSMD_CHECK(key.digest.size() >= 4, "a digest of %zu bytes has no tenant", key.digest.size());
+  uint32_t tenant = 0;
+  for (size_t i = 0; i < 4; ++i) tenant = tenant << 8 | static_cast<uint8_t>(key.digest[i]);
+  return TenantId{tenant};
+}
+
 absl::StatusOr<TenantId> TenantTable::Introduce(const std::string& name, const Quota& quota) {
   absl::MutexLock lock(&mu_);
   for (size_t i = 0; i < tenants_.size(); ++i) {

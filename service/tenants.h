@@ -35,6 +35,8 @@ inline constexpr absl::string_view kQuota = "QUOTA_EXCEEDED";
 SnapshotKey ScopedKey(TenantId tenant, SnapshotKey key);
 std::string ScopedDigest(TenantId tenant, absl::string_view digest);
 SnapshotKey UnscopedKey(TenantId tenant, SnapshotKey key);
+// Whose a scoped key is. Requires: it was scoped for a tenant, not kNoTenant.
+TenantId TenantOf(const SnapshotKey& key);
 bool IsInScope(TenantId tenant, const SnapshotKey& key);
 
 class TenantTable {

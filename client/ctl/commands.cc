@@ -14,8 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "client/client.h"
-#include "client/ctl/format.h"
+#include "client/ctl/common.h"
 #include "client/session.h"
 #include "client/state_file.h"
 #include "client/tools/terminal.h"
@@ -26,18 +25,7 @@ namespace {
 constexpr absl::Duration kTransferTimeout = absl::Hours(1);
 constexpr uint32_t kSnapshotsPage = 1000;
 
-#define CTL_RETURN_IF_ERROR(expression)                                  \
-  do {                                                                   \
-    if (absl::Status status = (expression); !status.ok()) return status; \
-  } while (0)
-#define CTL_CONCAT_INNER(a, b) a##b
-#define CTL_CONCAT(a, b) CTL_CONCAT_INNER(a, b)
-#define CTL_ASSIGN_OR_RETURN(target, expression) \
-  CTL_ASSIGN_OR_RETURN_INNER(CTL_CONCAT(result_, __LINE__), target, expression)
-#define CTL_ASSIGN_OR_RETURN_INNER(result, target, expression) \
-  auto result = (expression);                                  \
-  if (!result.ok()) return result.status();                    \
-  target = *std::move(result)
+}  // namespace
 
 void Print(const std::string& text) { std::fwrite(text.data(), 1, text.size(), stdout); }
 
@@ -55,12 +43,6 @@ absl::StatusOr<std::unique_ptr<Client>> Connect(const Options& options) {
   return connected;
 }
 
-struct Model {
-  uint64_t id = 0;
-  std::string name;
-};
-
-// By id, or by a name that only one model has.
 absl::StatusOr<Model> FindModel(const v1::GetStatusResponse& status, const std::string& wanted) {
   const std::optional<uint64_t> id = ParseId(wanted);
   std::vector<Model> found;
@@ -74,6 +56,8 @@ absl::StatusOr<Model> FindModel(const v1::GetStatusResponse& status, const std::
   return absl::InvalidArgumentError(
       absl::StrCat(found.size(), " models are called '", wanted, "': give the id instead"));
 }
+
+namespace {
 
 absl::StatusOr<std::vector<uint64_t>> ParseIds(const std::vector<std::string>& texts) {
   std::vector<uint64_t> ids;

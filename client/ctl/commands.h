@@ -24,6 +24,12 @@ struct Options {
   std::vector<std::string> sequences;  // ids
   uint32_t keep_seconds = 600;         // adopted sequences wait for the next owner so long
   bool force = false;                  // replace a file, a snapshot
+  std::string level;                   // of log messages
+  bool resume = false;                 // drain: serve again
+  uint32_t wait_seconds = 0;           // drain: for the end of the sequences; 0: not at all
+  bool all = false;                    // evict: every snapshot of the model
+  double interval_seconds = 2;         // top: between readings
+  bool once = false;                   // top: one picture, then leave
 };
 
 absl::Status Status(const Options& options);
@@ -36,5 +42,11 @@ absl::Status Import(const Options& options);
 absl::Status ModelFile(const Options& options);
 absl::Status Unregister(const Options& options);
 absl::Status Flush(const Options& options);
+absl::Status Drain(const Options& options);
+absl::Status LogLevel(const Options& options);
+absl::Status EvictSession(const Options& options);
+absl::Status EvictSnapshots(const Options& options);
+absl::Status Sessions(const Options& options);
+absl::Status Top(const Options& options);
 
 }  // namespace ssmd::ctl

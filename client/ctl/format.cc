@@ -58,6 +58,12 @@ Json FootprintJson(const v1::ModelFootprint& footprint) {
 
 }  // namespace
 
+std::string Printable(std::string text) {
+  for (char& c : text)
+    if (!absl::ascii_isprint(static_cast<unsigned char>(c))) c = '?';
+  return text;
+}
+
 std::string IdText(uint64_t id) { return absl::StrFormat("%016x", id); }
 
 std::optional<uint64_t> ParseId(absl::string_view text) {
@@ -201,6 +207,38 @@ Json SequencesJson(absl::Span<const v1::SequenceInfo> sequences) {
                     {"committed_records", sequence.committed_records()},
                     {"open_step_id", IdText(sequence.open_step_id())}});
   return {{"sequences", list}};
+}
+
+std::string SessionsText(absl::Span<const v1::SessionInfo> sessions) {
+  if (sessions.empty()) return "no sessions\n";
+  Table table({{"SESSION"},
+               {"CLIENT"},
+               {"STATE"},
+               {"SEQUENCES", kRight},
+               {"CALLS", kRight},
+               {"AGE", kRight},
+               {"LEFT", kRight}});
+  for (const v1::SessionInfo& session : sessions)
+    table.AddRow({IdText(session.session_id()), Printable(session.client_name()),
+                  session.kept() ? "kept" : "open", WithCommas(session.sequences()),
+                  WithCommas(session.calls_in_flight()), client::Duration(session.age_ms()),
+                  client::Duration(session.remaining_ms())});
+  return table.ToString();
+}
+
+Json SessionsJson(absl::Span<const v1::SessionInfo> sessions) {
+  Json list = Json::array();
+  for (const v1::SessionInfo& session : sessions)
+    list.push_back({{"session_id", IdText(session.session_id())},
+                    {"client_name", session.client_name()},
+                    {"kept", session.kept()},
+                    {"sequences", session.sequences()},
+                    {"calls_in_flight", session.calls_in_flight()},
+                    {"age_ms", session.age_ms()},
+                    {"remaining_ms", session.remaining_ms()},
+                    {"lease_ms", session.lease_ms()},
+                    {"adoption_ms", session.adoption_ms()}});
+  return {{"sessions", list}};
 }
 
 std::string SnapshotsText(absl::Span<const SnapshotRow> snapshots) {

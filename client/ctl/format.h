@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "ssmd/v1/admin_service.pb.h"
 #include "ssmd/v1/state_service.pb.h"
 
 namespace ssmd::ctl {
@@ -22,6 +23,9 @@ using Json = nlohmann::ordered_json;
 // Ids, as they are printed and typed: 16 hex digits, "0x" in front accepted.
 std::string IdText(uint64_t id);
 std::optional<uint64_t> ParseId(absl::string_view text);
+
+// Text of somebody else's, for a terminal: what is not printable ASCII becomes '?'.
+std::string Printable(std::string text);
 
 // Digests: as they are when they are readable (graphic ASCII, no spaces), else "hex:...".
 std::string DigestText(const std::string& digest);
@@ -44,6 +48,9 @@ std::string SequenceCountsText(const v1::GetStatusResponse& status);
 Json SequenceCountsJson(const v1::GetStatusResponse& status);
 std::string SequencesText(absl::Span<const v1::SequenceInfo> sequences);
 Json SequencesJson(absl::Span<const v1::SequenceInfo> sequences);
+
+std::string SessionsText(absl::Span<const v1::SessionInfo> sessions);
+Json SessionsJson(absl::Span<const v1::SessionInfo> sessions);
 
 std::string SnapshotsText(absl::Span<const SnapshotRow> snapshots);
 Json SnapshotsJson(absl::Span<const SnapshotRow> snapshots);

@@ -147,6 +147,62 @@ int Main(int argc, char** argv) {
   AddAdopt(*flush, options)->required();
   flush->add_option("--sequence", options.sequences, "only these; may be repeated")
       ->type_name("SEQUENCE");
+
+  CLI::App* drain =
+      add("drain",
+          "new models, sessions and sequences are refused, readiness says no; whatever\n"
+          "lives goes on",
+          &ssmd::ctl::Drain);
+  CLI::Option* resume = drain->add_flag("--resume", options.resume, "the reverse: serve again");
+  drain
+      ->add_option("--wait", options.wait_seconds,
+                   "wait until no sequence lives, at most so long; exit code 1 if some do")
+      ->type_name("SECONDS")
+      ->check(CLI::Range(1, 86400))
+      ->excludes(resume);
+
+  add("log-level", "which messages the server logs from now on", &ssmd::ctl::LogLevel)
+      ->add_option("level", options.level, "trace, debug, info, warn, error or off")
+      ->type_name("LEVEL")
+      ->required();
+
+  add("sessions", "open sessions, and ended ones that keep sequences for adoption",
+      &ssmd::ctl::Sessions);
+
+  CLI::App* evict =
+      app.add_subcommand("evict", "ends a session now, or drops snapshots of a model");
+  evict->require_subcommand(1);
+  CLI::App* evict_session = evict->add_subcommand(
+      "session", "aborts its steps and releases its sequences, kept ones too");
+  evict_session->add_option("session", options.session, "as `ssmctl sessions` prints it")
+      ->type_name("SESSION")
+      ->required();
+  evict_session->callback([&chosen] { chosen = &ssmd::ctl::EvictSession; });
+  CLI::App* evict_snapshots =
+      evict->add_subcommand("snapshots", "one (--digest, --position), or --all of a model");
+  AddModel(*evict_snapshots, options, true);
+  CLI::Option* all = evict_snapshots->add_flag("--all", options.all, "every snapshot of the model");
+  CLI::Option* evict_digest =
+      evict_snapshots->add_option("--digest", options.digest, "as `ssmctl snapshots` prints it")
+          ->type_name("DIGEST")
+          ->excludes(all);
+  CLI::Option* evict_position =
+      evict_snapshots->add_option("--position", options.position, "the snapshot's")
+          ->type_name("TOKENS")
+          ->needs(evict_digest);
+  evict_digest->needs(evict_position);
+  evict_snapshots->callback([&chosen, all, evict_digest] {
+    if (all->empty() && evict_digest->empty())
+      throw CLI::RequiredError("--all, or --digest and --position");
+    chosen = &ssmd::ctl::EvictSnapshots;
+  });
+
+  CLI::App* top = add("top", "rates and occupancy, again and again; q leaves", &ssmd::ctl::Top);
+  top->add_option("--interval", options.interval_seconds, "between two readings")
+      ->type_name("SECONDS")
+      ->check(CLI::Range(0.1, 3600.0))
+      ->capture_default_str();
+  top->add_flag("--once", options.once, "one picture after one interval, for scripts");
   app.require_subcommand(1);
 
   try {

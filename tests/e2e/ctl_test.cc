@@ -215,5 +215,72 @@ TEST_F(CtlTest, ATokenOpensAServerThatAsksForOne) {
   EXPECT_EQ(std::count(refused.error.begin(), refused.error.end(), '\n'), 1);
 }
 
+TEST_F(CtlTest, DrainsAndServesAgain) {
+  client_->Start();
+  const uint64_t sequence = Decode(1);
+  EXPECT_EQ(CtlJson("drain")["sequences"], 1);
+  EXPECT_TRUE(client_->Status().draining());
+  const Ran late = Ctl("drain --wait 1");  // one lives
+  EXPECT_EQ(late.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(late.error, "1 sequences are left")) << late.error;
+  auto release = client_->Make<v1::ReleaseSequencesRequest>();
+  release.add_sequence_ids(sequence);
+  EXPECT_TRUE(client_->Call(&Stub::ReleaseSequences, release).ok());
+  EXPECT_EQ(Ctl("drain --wait 60").exit_code, 0);
+  EXPECT_EQ(CtlJson("drain --resume")["draining"], false);
+  EXPECT_EQ(Ctl("drain --resume --wait 3").exit_code, 2);
+}
+
+TEST_F(CtlTest, SetsTheLogLevel) {
+  const json first = CtlJson("log-level error");
+  EXPECT_EQ(CtlJson(absl::StrCat("log-level ", first["previous"].get<std::string>()))["previous"],
+            "error");
+  const Ran wrong = Ctl("log-level loud");
+  EXPECT_EQ(wrong.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(wrong.error, "'loud'")) << wrong.error;
+}
+
+TEST_F(CtlTest, ListsAndEvictsSessionsAndSnapshots) {
+  EXPECT_EQ(Ctl("sessions").out, "no sessions\n");
+  client_->Start();
+  const uint64_t sequence = Decode(2);
+  for (const char* digest : {"one", "two"}) {
+    auto snapshot = client_->Make<v1::CreateSnapshotRequest>();
+    snapshot.set_sequence_id(sequence);
+    snapshot.set_version(3);
+    snapshot.mutable_key()->set_digest(digest);
+    snapshot.mutable_key()->set_position(2);
+    ASSERT_TRUE(client_->Call(&Stub::CreateSnapshot, snapshot).ok());
+  }
+  const std::string one = "evict snapshots --model small --digest one --position 2";
+  EXPECT_EQ(CtlJson(one)["evicted"], 1);
+  EXPECT_EQ(Ctl(one).exit_code, 1);
+  EXPECT_EQ(CtlJson("evict snapshots --model small --all")["evicted"], 1);
+  const json sessions = CtlJson("sessions")["sessions"];
+  ASSERT_EQ(sessions.size(), 1u);
+  EXPECT_EQ(sessions[0]["sequences"], 1);
+  const std::string evict =
+      absl::StrCat("evict session ", sessions[0]["session_id"].get<std::string>());
+  EXPECT_EQ(CtlJson(evict)["sequences_released"], 1);
+  EXPECT_EQ(Ctl(evict).exit_code, 1);
+  EXPECT_EQ(Ctl("sessions").out, "no sessions\n");
+  for (const char* arguments : {"evict", "evict session", "evict snapshots --model small",
+                                "evict snapshots --model small --all --digest x --position 1"})
+    EXPECT_EQ(Ctl(arguments).exit_code, 2) << arguments;
+}
+
+TEST_F(CtlTest, TopPrintsOnePictureAndNeedsATerminalForMore) {
+  client_->Start();
+  Decode(3);
+  const Ran once = Ctl("top --once --interval 0.1");
+  EXPECT_EQ(once.exit_code, 0) << once.error;
+  EXPECT_TRUE(absl::StrContains(once.out, "TOKENS/S")) << once.out;
+  EXPECT_TRUE(absl::StrContains(once.out, "100.0%")) << once.out;
+  for (absl::string_view line : absl::StrSplit(once.out, '\n')) EXPECT_LE(line.size(), 80u) << line;
+  const Ran watch = Ctl("top");
+  EXPECT_EQ(watch.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(watch.error, "--once")) << watch.error;
+}
+
 }  // namespace
 }  // namespace ssmd::e2e

@@ -123,7 +123,7 @@ TEST_F(ServerBinaryTest, SigtermDrainsThenExitsWithZero) {
   EXPECT_EQ(Health(client.channel, "ssmd.v1.StateService"), 2);
   // Nothing new; what lives goes on.
   const auto refused = client.Call(&Stub::OpenSession, v1::OpenSessionRequest());
-  EXPECT_TRUE(Fails(refused, grpc::UNAVAILABLE, "DRAINING", {"stopping"}));
+  EXPECT_TRUE(Fails(refused, grpc::UNAVAILABLE, "DRAINING", {"draining"}));
   EXPECT_TRUE(refused.retry.has_retry_delay());
   auto create = client.Make<v1::CreateSequencesRequest>();
   create.set_count(1);

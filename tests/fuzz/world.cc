@@ -3,6 +3,7 @@
 #include <cmath>
 #include <random>
 
+#include "service/admin_handlers.h"
 #include "service/handlers.h"
 #include "tests/fuzz/world_internal.h"
 #include "tests/testing/layer_inputs.h"
@@ -238,7 +239,11 @@ absl::Status ServeVerify(ServiceCore& core, Session& session, const v1::VerifyRe
   X(CreateSnapshot, handlers::CreateSnapshot)     \
   X(DeleteSnapshot, handlers::DeleteSnapshot)     \
   X(LookupPrefix, handlers::LookupPrefix)         \
-  X(ListSnapshots, handlers::ListSnapshots)
+  X(ListSnapshots, handlers::ListSnapshots)       \
+  X(Drain, handlers::Drain)                       \
+  X(SetLogLevel, handlers::SetLogLevel)           \
+  X(ListSessions, handlers::ListSessions)         \
+  X(EvictSnapshots, handlers::EvictSnapshots)
 
 // ---- seeds
 
@@ -273,6 +278,13 @@ void Refine(v1::LookupPrefixRequest& request) {
 void Refine(v1::CreateSequencesRequest& request) {
   request.mutable_from_snapshot()->set_digest("s");
   request.mutable_from_snapshot()->set_position(4);
+}
+void Refine(v1::SetLogLevelRequest& request) { request.set_level("off"); }
+void Refine(v1::EvictSnapshotsRequest& request) {
+  for (const char* digest : {"s", "none"}) {
+    request.add_keys()->set_digest(digest);
+    request.mutable_keys()->rbegin()->set_position(4);
+  }
 }
 void Refine(v1::VerifyRequest& request) { FillTensors(request, 9); }
 template <typename Request>

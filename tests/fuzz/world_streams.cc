@@ -11,6 +11,7 @@
 #include <optional>
 #include <sstream>
 
+#include "service/admin_handlers.h"
 #include "service/fence.h"
 #include "service/handlers.h"
 #include "service/state_transfer.h"
@@ -365,11 +366,40 @@ SeedList CloseSeeds() {
   return {{"empty", ""}, {"plain", plain.SerializeAsString()}, {"full", full.SerializeAsString()}};
 }
 
+// ---- EvictSession
+
+bool RunEvict(World& world, std::string_view bytes) {
+  v1::EvictSessionRequest request;
+  if (!Parse(bytes, request)) return false;
+  world.Name(request);
+  std::optional<Store::Released> released;
+  const absl::Status status =
+      handlers::EvictSession(world.core(), request, [&](Store::Released all) { released = all; });
+  const bool evicted = World::Answered(request, status).ok();
+  SSMD_CHECK(evicted == released.has_value() &&
+                 evicted == !world.core().sessions.Enter(world.owner()).ok(),
+             "evicting: %s", status.ToString().c_str());
+  if (evicted) {
+    SSMD_CHECK(released->sequences == 3 && released->steps == 1 &&
+                   world.store().CountOwned(world.owner()) == 0,
+               "%u sequences, %u steps released", released->sequences, released->steps);
+  }
+  return evicted;
+}
+
+SeedList EvictSeeds() {
+  v1::EvictSessionRequest plain, full;
+  plain.set_session_id(100);
+  full.set_session_id(1);
+  return {{"empty", ""}, {"plain", plain.SerializeAsString()}, {"full", full.SerializeAsString()}};
+}
+
 constexpr OtherType kOtherTypes[] = {
     {"ImportState", World::Values::kAny, RunImport, ImportSeeds},
     {"ExportState", World::Values::kTame, RunExport, ExportSeeds},
     {"Steps", World::Values::kAny, RunSteps, StepsSeeds},
     {"CloseSession", World::Values::kTame, RunClose, CloseSeeds},
+    {"EvictSession", World::Values::kTame, RunEvict, EvictSeeds},
 };
 
 }  // namespace

@@ -9,12 +9,14 @@
 #include <string>
 #include <vector>
 
+#include "ssmd/v1/admin_service.pb.h"
 #include "ssmd/v1/state_service.pb.h"
 
 namespace ssmd::testing {
 
 inline std::vector<const google::protobuf::MethodDescriptor*> OurMethods() {
-  v1::GetStatusRequest::descriptor();  // links the file in
+  v1::GetStatusRequest::descriptor();  // links the files in
+  v1::DrainRequest::descriptor();
   std::vector<const google::protobuf::MethodDescriptor*> methods;
   for (const auto& entry : std::filesystem::directory_iterator(SSMD_PROTO_FOLDER "/ssmd/v1")) {
     if (entry.path().extension() != ".proto") continue;
