@@ -61,7 +61,8 @@ absl::Status SetLogLevel(ServiceCore&, const Principal&, const v1::SetLogLevelRe
   return absl::OkStatus();
 }
 
-absl::Status ListSessions(ServiceCore& core, const Principal&, const v1::ListSessionsRequest& request,
+absl::Status ListSessions(ServiceCore& core, const Principal&,
+                          const v1::ListSessionsRequest& request,
                           v1::ListSessionsResponse& response) {
   SSMD_ASSIGN_OR_RETURN(const uint32_t page_size, ParsePageSize(request.page_size()));
   std::vector<SessionTable::View> views =
@@ -92,7 +93,8 @@ absl::Status EvictSession(ServiceCore& core, const v1::EvictSessionRequest& requ
   return absl::OkStatus();
 }
 
-absl::Status EvictSnapshots(ServiceCore& core, const Principal& caller, const v1::EvictSnapshotsRequest& request,
+absl::Status EvictSnapshots(ServiceCore& core, const Principal& caller,
+                            const v1::EvictSnapshotsRequest& request,
                             v1::EvictSnapshotsResponse& response) {
   SSMD_ASSIGN_OR_RETURN(const ModelRef model, core.models.Find(request.model_id()));
   if (request.all() != request.keys().empty() || request.keys_size() > kEvictKeysMax)

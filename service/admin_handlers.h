@@ -11,8 +11,10 @@ namespace ssmd::handlers {
 inline constexpr int kEvictKeysMax = 1000;
 
 absl::Status Drain(ServiceCore&, const Principal&, const v1::DrainRequest&, v1::DrainResponse&);
-absl::Status SetLogLevel(ServiceCore&, const Principal&, const v1::SetLogLevelRequest&, v1::SetLogLevelResponse&);
-absl::Status ListSessions(ServiceCore&, const Principal&, const v1::ListSessionsRequest&, v1::ListSessionsResponse&);
+absl::Status SetLogLevel(ServiceCore&, const Principal&, const v1::SetLogLevelRequest&,
+                         v1::SetLogLevelResponse&);
+absl::Status ListSessions(ServiceCore&, const Principal&, const v1::ListSessionsRequest&,
+                          v1::ListSessionsResponse&);
 // `done` runs when the session has ended: now, or on the thread that ends its last call. Never
 // after an error.
 absl::Status EvictSession(ServiceCore&, const v1::EvictSessionRequest&,

@@ -235,6 +235,8 @@ void AddSettings(Settings& settings, ServerConfig& config) {
   settings.Group("Debugging");
   settings.Switch("poison-garbage", config.poison_garbage,
                   "Fill bytes that no record owns with NaN (slow)");
+  settings.Uint("slow-step-ms", config.slow_step_ms, 0, kMillisMax, "MS",
+                "A step that takes longer from BeginStep to its commit is logged; 0: none");
   settings.Choice("log-level", config.log_level, LogLevels(), "Least severe message logged");
   settings.Choice("log-format", config.log_format, {"text", "json"}, "One line a message");
 }
@@ -512,7 +514,8 @@ std::string DescribeConfig(const ServerConfig& config) {
       " step_timeout_max_ms=", config.step_timeout_ms_max,
       " sweep_interval_ms=", config.sweep_interval_ms,
       " drain_timeout_ms=", config.drain_timeout_ms,
-      " poison_garbage=", config.poison_garbage ? "true" : "false", " log_level=", config.log_level,
+      " poison_garbage=", config.poison_garbage ? "true" : "false",
+      " slow_step_ms=", config.slow_step_ms, " log_level=", config.log_level,
       " log_format=", config.log_format);
 }
 

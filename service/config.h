@@ -62,6 +62,7 @@ struct ServerConfig {
   uint32_t drain_timeout_ms = 5'000;
 
   bool poison_garbage = false;
+  uint32_t slow_step_ms = 1'000;  // from plan to commit: logged above it; 0: never
   std::string log_level = "info";
   std::string log_format = "text";  // text | json
 };

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <thread>
 
+#include "absl/strings/str_cat.h"
 #include "kernels/cpu/cpu_backend.h"
 
 namespace ssmd {
@@ -22,6 +23,8 @@ ServiceCore::ServiceCore(const ServerConfig& server_config, Clock injected_clock
       clock(std::move(injected_clock)),
       epoch(RandomId()),
       started(clock()),
+      log(clock),
+      step_times(absl::Milliseconds(server_config.slow_step_ms)),
       executor_(ThreadCount(config.compute_threads)),
       flush_threads_(config.flush_threads),
       device(gpu != nullptr ? std::move(gpu)
@@ -61,9 +64,11 @@ Store::Released ServiceCore::EndOwner(OwnerId owner, TenantId tenant,
     total.sequences += released.sequences;
     total.steps += released.steps;
   }
-  spdlog::info("session {:#018x} ended: {} sequences {}, {} steps aborted",
-               static_cast<uint64_t>(owner), total.sequences,
-               keep ? "kept for adoption" : "released", total.steps);
+  if (log.Admits(LogKind::kSession, spdlog::level::info))
+    EventLog::Write(
+        LogKind::kSession, spdlog::level::info, {{"session", LogId(static_cast<uint64_t>(owner))}},
+        absl::StrCat("session ended: ", total.sequences, " sequences ",
+                     keep ? "kept for adoption" : "released", ", ", total.steps, " steps aborted"));
   streams.StepMayHaveEnded(owner);
   return total;
 }
@@ -73,12 +78,56 @@ void ServiceCore::Sweep() {
   auth.LoadIfDue(now, absl::Milliseconds(config.tls_reload_ms));
   for (const ModelRef& model : models.All()) {
     const uint32_t expired = model->store->AbortExpired(now);
-    if (expired > 0)
-      spdlog::warn("model {}: {} steps passed their timeout", model->description.name, expired);
+    if (expired > 0 && log.Admits(LogKind::kExpired, spdlog::level::warn))
+      EventLog::Write(LogKind::kExpired, spdlog::level::warn, {{"model", LogId(model->id)}},
+                      absl::StrCat(expired, " steps passed their timeout"));
   }
   const uint32_t sessions_expired = sessions.ExpireLeases();
-  if (sessions_expired > 0) spdlog::warn("{} leases ran out", sessions_expired);
+  if (sessions_expired > 0 && log.Admits(LogKind::kExpired, spdlog::level::warn))
+    EventLog::Write(LogKind::kExpired, spdlog::level::warn, {},
+                    absl::StrCat(sessions_expired, " leases ran out"));
   streams.CheckAllHeld();
+  step_times.ForgetBefore(now - absl::Milliseconds(config.step_timeout_ms_max));
+  log.ReportSuppressed();
+}
+
+void ServiceCore::CountVerify(uint64_t step, absl::Duration queued, absl::Duration computed,
+                              bool committed) {
+  metrics.CountVerifyPhases(queued, computed);
+  step_times.AddVerify(step, queued, computed);
+  if (committed) CountCommit(step);
+}
+
+void ServiceCore::CountCommit(uint64_t step) {
+  const absl::Time now = clock();
+  const std::optional<StepTime> slow = step_times.End(step, now);
+  if (!slow.has_value() || !log.Admits(LogKind::kSlowStep, spdlog::level::warn)) return;
+  std::string sequences;
+  for (const uint64_t id : slow->sequences)
+    absl::StrAppend(&sequences, sequences.empty() ? "" : ",", LogId(id));
+  if (slow->sequences.size() < slow->rows) sequences += ",...";
+  const auto ms = [](absl::Duration d) { return absl::ToInt64Milliseconds(d); };
+  EventLog::Write(
+      LogKind::kSlowStep, spdlog::level::warn,
+      {{"session", LogId(slow->session)},
+       {"model", LogId(slow->model)},
+       {"step", LogId(step)},
+       {"sequences", sequences}},
+      absl::StrCat("slow step: ", ms(now - slow->begun), " ms from plan to commit, ", slow->rows,
+                   " rows, ", slow->tokens, " tokens; its ", slow->verifies, " verifies waited ",
+                   ms(slow->queued), " ms and computed ", ms(slow->computed), " ms"));
+}
+
+void ServiceCore::LogAnswer(Method method, absl::string_view request, uint64_t session,
+                            const absl::Status& status) {
+  if (status.ok()) return;
+  const bool failed = absl::IsInternal(status);
+  const LogKind kind = failed ? LogKind::kFailed : LogKind::kRefused;
+  const auto level = failed ? spdlog::level::err : spdlog::level::debug;
+  if (!log.Admits(kind, level)) return;
+  LogIds ids = {{"method", MethodName(method)}, {"request", std::string(request)}};
+  if (session != 0) ids.emplace_back("session", LogId(session));
+  EventLog::Write(kind, level, std::move(ids), status.ToString());
 }
 
 uint32_t ServiceCore::LiveSequences() const {
@@ -108,7 +157,8 @@ ServerGauges ServiceCore::ReadGauges() const {
           .held_begins = streams.held.load(),
           .state_bytes_reserved = device->bytes_used(),
           .state_bytes_max = device->bytes_max(),
-          .draining = draining.load()};
+          .draining = draining.load(),
+          .log_suppressed = log.suppressed()};
 }
 
 void ServiceCore::SetDraining(bool value) {

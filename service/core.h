@@ -14,9 +14,11 @@
 #include "service/auth.h"
 #include "service/clock.h"
 #include "service/config.h"
+#include "service/event_log.h"
 #include "service/metrics.h"
 #include "service/models.h"
 #include "service/sessions.h"
+#include "service/step_times.h"
 #include "service/store_collector.h"
 #include "service/stream_table.h"
 #include "service/tenants.h"
@@ -41,6 +43,13 @@ class ServiceCore {
   uint32_t LiveSequences() const;
   uint32_t CountSequences(OwnerId owner) const;  // of all models
   ServerGauges ReadGauges() const;
+  // A Verify of a step has run; `committed`: it ended the step.
+  void CountVerify(uint64_t step, absl::Duration queued, absl::Duration computed, bool committed);
+  // A step was committed: logged if it was slow.
+  void CountCommit(uint64_t step);
+  // Logs what a call came to, unless it was OK; `request`: what tells it from others.
+  void LogAnswer(Method method, absl::string_view request, uint64_t session,
+                 const absl::Status& status);
   // UNAVAILABLE + DRAINING while nothing new is accepted.
   absl::Status CheckServing() const;
 
@@ -57,6 +66,8 @@ class ServiceCore {
   const Clock clock;
   const uint64_t epoch;  // random: names this life of the server
   const absl::Time started;
+  EventLog log;
+  StepTimes step_times;
   std::atomic<bool> serving{false};   // the start is over
   std::atomic<bool> draining{false};  // nothing new is accepted
 

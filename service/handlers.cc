@@ -2,6 +2,8 @@
 
 #include <spdlog/spdlog.h>
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "service/state_transfer.h"
@@ -86,9 +88,12 @@ absl::Status OpenSession(ServiceCore& core, const Principal& caller,
   SSMD_ASSIGN_OR_RETURN(const SessionTable::Opened opened,
                         core.sessions.Open(request.lease_ms(), request.client_name(),
                                            request.adoption_ms(), caller.tenant));
-  spdlog::info("session {:#018x} opened by '{}' of tenant {}, lease {} ms",
-               static_cast<uint64_t>(opened.id), request.client_name(),
-               core.tenants.NameOf(caller.tenant), opened.lease_ms);
+  if (core.log.Admits(LogKind::kSession, spdlog::level::info))
+    EventLog::Write(
+        LogKind::kSession, spdlog::level::info,
+        {{"session", LogId(static_cast<uint64_t>(opened.id))}},
+        absl::StrCat("session opened by '", request.client_name(), "' of tenant ",
+                     core.tenants.NameOf(caller.tenant), ", lease ", opened.lease_ms, " ms"));
   response.set_session_id(static_cast<uint64_t>(opened.id));
   response.set_lease_ms(opened.lease_ms);
   return absl::OkStatus();
@@ -265,6 +270,20 @@ absl::Status CommitFirst(ServiceCore& core, Session& session, const v1::BeginSte
   return absl::OkStatus();
 }
 
+// What the log would say of the step that this request begins.
+StepTime TimeOf(const ServiceCore& core, const Session& session,
+                const v1::BeginStepRequest& request) {
+  constexpr int kSequencesNamed = 4;
+  StepTime time{.begun = core.clock(),
+                .session = static_cast<uint64_t>(session.id()),
+                .model = request.model_id(),
+                .rows = static_cast<uint32_t>(request.sequence_ids_size())};
+  for (const uint32_t tokens : request.draft_tokens()) time.tokens += tokens;
+  const auto& ids = request.sequence_ids();
+  time.sequences.assign(ids.begin(), ids.begin() + std::min(ids.size(), kSequencesNamed));
+  return time;
+}
+
 }  // namespace
 
 absl::Status BeginStep(ServiceCore& core, Session& session, const v1::BeginStepRequest& request,
@@ -285,6 +304,8 @@ absl::Status BeginStep(ServiceCore& core, Session& session, const v1::BeginStepR
   response.set_step_id(static_cast<uint64_t>(step.id));
   for (const uint64_t position : step.positions) response.add_positions(position);
   response.set_flushing_rows(step.folds);
+  if (core.step_times.enabled())
+    core.step_times.Begin(response.step_id(), TimeOf(core, session, request));
   for (const absl::Status& status : step.row_status)
     *response.add_row_status() = ToRpcStatus(status);
   return absl::OkStatus();
@@ -299,6 +320,7 @@ absl::Status Commit(ServiceCore& core, Session& session, const v1::CommitRequest
                         model->store->Commit(session.id(), StepId{request.step_id()}, accepted));
   for (const uint64_t version : result.versions) response.add_versions(version);
   for (const uint64_t position : result.positions) response.add_positions(position);
+  core.CountCommit(request.step_id());
   return absl::OkStatus();
 }
 
@@ -306,7 +328,9 @@ absl::Status AbortStep(ServiceCore& core, Session& session, const v1::AbortStepR
                        v1::AbortStepResponse&) {
   SSMD_ASSIGN_OR_RETURN(const ModelRef model,
                         core.models.Find(request.model_id(), session.tenant()));
-  return model->store->Abort(session.id(), StepId{request.step_id()});
+  SSMD_RETURN_IF_ERROR(model->store->Abort(session.id(), StepId{request.step_id()}));
+  core.step_times.Forget(request.step_id());
+  return absl::OkStatus();
 }
 
 absl::Status Rollback(ServiceCore& core, Session& session, const v1::RollbackRequest& request,

@@ -8,22 +8,35 @@
 #include <memory>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 
 namespace ssmd {
 namespace {
 
-// The message as a JSON string; spdlog's own %v does not escape.
-class JsonMessage : public spdlog::custom_flag_formatter {
+// Of the message that this thread is writing: spdlog formats it before the call returns.
+thread_local const LogIds* current_ids = nullptr;
+
+// The message and its ids; spdlog's own %v does not escape.
+class MessageWithIds : public spdlog::custom_flag_formatter {
  public:
+  explicit MessageWithIds(bool json) : json_(json) {}
   void format(const spdlog::details::log_msg& message, const std::tm&,
               spdlog::memory_buf_t& out) override {
-    const std::string quoted = JsonQuoted({message.payload.data(), message.payload.size()});
-    out.append(quoted.data(), quoted.data() + quoted.size());
+    std::string text(message.payload.data(), message.payload.size());
+    if (json_) text = JsonQuoted(text);
+    if (current_ids != nullptr) {
+      for (const auto& [name, value] : *current_ids)
+        text += json_ ? "," + JsonQuoted(name) + ":" + JsonQuoted(value) : " " + name + "=" + value;
+    }
+    out.append(text.data(), text.data() + text.size());
   }
   std::unique_ptr<custom_flag_formatter> clone() const override {
-    return std::make_unique<JsonMessage>();
+    return std::make_unique<MessageWithIds>(json_);
   }
+
+ private:
+  const bool json_;
 };
 
 }  // namespace
@@ -64,17 +77,27 @@ absl::StatusOr<std::string> ChangeLogLevel(const std::string& level) {
   return std::string("off");
 }
 
-void InitLogging(const std::string& level, const std::string& format) {
+std::string LogId(uint64_t id) { return absl::StrFormat("0x%016x", id); }
+
+void LogWithIds(spdlog::level::level_enum level, const LogIds& ids, const std::string& message) {
+  current_ids = &ids;
+  spdlog::log(level, spdlog::string_view_t(message));
+  current_ids = nullptr;
+}
+
+std::unique_ptr<spdlog::formatter> MakeLogFormatter(const std::string& format) {
   auto formatter = std::make_unique<spdlog::pattern_formatter>(spdlog::pattern_time_type::utc);
-  if (format == "json") {
-    formatter->add_flag<JsonMessage>('*').set_pattern(
-        R"({"time":"%Y-%m-%dT%H:%M:%S.%eZ","level":"%l","message":%*})");
-  } else {
-    formatter->set_pattern("%Y-%m-%dT%H:%M:%S.%eZ %l %v");
-  }
+  const bool json = format == "json";
+  formatter->add_flag<MessageWithIds>('*', json).set_pattern(
+      json ? R"({"time":"%Y-%m-%dT%H:%M:%S.%eZ","level":"%l","message":%*})"
+           : "%Y-%m-%dT%H:%M:%S.%eZ %l %*");
+  return formatter;
+}
+
+void InitLogging(const std::string& level, const std::string& format) {
   auto logger =
       std::make_shared<spdlog::logger>("ssmd", std::make_shared<spdlog::sinks::stderr_sink_mt>());
-  logger->set_formatter(std::move(formatter));
+  logger->set_formatter(MakeLogFormatter(format));
   logger->set_level(spdlog::level::from_str(level));
   logger->flush_on(spdlog::level::info);
   spdlog::set_default_logger(std::move(logger));

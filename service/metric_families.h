@@ -35,6 +35,9 @@ inline constexpr MetricInfo kMetricFamilies[] = {
     {"ssmd_process_cpu_seconds_total", COUNTER, "s", "", "Processor time, user and system"},
     {"ssmd_process_resident_bytes", GAUGE, "bytes", "", "Memory of the process that is in RAM"},
     {"ssmd_draining", GAUGE, "0, 1", "", "1 while the server is stopping"},
+    {"ssmd_log_messages_suppressed_total", COUNTER, "messages",
+     "kind = session, expired, refused, failed, slow_step",
+     "Log messages above the limit of their kind, not written"},
     // Calls.
     {"ssmd_rpcs_total", COUNTER, "calls", "method, code",
      "RPCs answered by a handler; calls that gRPC refuses itself are not in it"},

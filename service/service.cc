@@ -47,16 +47,13 @@ class Call final : public grpc::ServerUnaryReactor {
   // Answers the call; the last use of it. Any thread, exactly once.
   void Complete(const absl::Status& status) {
     // A Commit, say, releases what a stream holds back for it.
+    const uint64_t session_id = session ? static_cast<uint64_t>(session->id()) : 0;
     if (session) core.streams.StepMayHaveEnded(session->id());
     session
         .End();  // the lease counts from here; before the reply, so that the client sees it renewed
     const absl::Duration duration = core.clock() - begun_;
     core.metrics.CountRpc(method_, status.code(), duration);
-    if (absl::IsInternal(status)) {
-      spdlog::error("{} failed: {}", MethodName(method_), status.ToString());
-    } else if (!status.ok()) {
-      spdlog::debug("{} refused: {}", MethodName(method_), status.ToString());
-    }
+    core.LogAnswer(method_, RequestName(), session_id, status);
     Finish(ToGrpcStatus(status));
   }
 
@@ -83,6 +80,14 @@ class Call final : public grpc::ServerUnaryReactor {
  private:
   ~Call() override = default;
 
+  // The caller's x-request-id (cut to 64 bytes), else its address.
+  std::string RequestName() const {
+    const auto& metadata = context_->client_metadata();
+    const auto named = metadata.find("x-request-id");
+    if (named == metadata.end()) return context_->peer();
+    return std::string(named->second.data(), std::min<size_t>(named->second.size(), 64));
+  }
+
   Context* const context_;
   const Method method_;
   const absl::Time begun_;
@@ -106,7 +111,8 @@ absl::Status Enqueue(VerifyCall* call, handlers::PreparedVerify prepared) {
                                    "the session was closed");
         if (status.ok()) {
           status = handlers::RunVerify(task->prepared, call->session->id(), call->response);
-          call->core.metrics.CountVerifyPhases(begun - task->queued, call->core.clock() - begun);
+          call->core.CountVerify(call->request.step_id(), begun - task->queued,
+                                 call->core.clock() - begun, call->response.committed());
         }
         call->Complete(status);
       },
@@ -263,14 +269,14 @@ class AdminServiceImpl final : public v1::AdminService::CallbackService {
     return call;
   }
 
-#define SSMD_UNARY(name)                                                                 \
-  grpc::ServerUnaryReactor* name(Context* context, const v1::name##Request* request,     \
-                                 v1::name##Response* response) override {                \
-    auto* call = new Call(core_, Method::k##name, context, request, response);           \
-    const auto caller = Authorize(Method::k##name, *context);                            \
+#define SSMD_UNARY(name)                                                             \
+  grpc::ServerUnaryReactor* name(Context* context, const v1::name##Request* request, \
+                                 v1::name##Response* response) override {            \
+    auto* call = new Call(core_, Method::k##name, context, request, response);       \
+    const auto caller = Authorize(Method::k##name, *context);                        \
     call->Complete(caller.ok() ? handlers::name(core_, *caller, *request, *response) \
-                               : caller.status());                                       \
-    return call;                                                                         \
+                               : caller.status());                                   \
+    return call;                                                                     \
   }
   SSMD_UNARY(Drain)
   SSMD_UNARY(SetLogLevel)

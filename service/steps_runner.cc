@@ -1,9 +1,8 @@
 #include "service/steps_runner.h"
 
-#include <spdlog/spdlog.h>
-
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "service/fence.h"
 #include "service/handlers.h"
 #include "service/status_map.h"
@@ -174,7 +173,7 @@ void StepsRunner::Verify(uint64_t step_id, const StepsCallRef& call) {
     v1::VerifyResponse& response = *call->response.mutable_verify();
     response.set_server_epoch(core_.epoch);
     status = handlers::RunVerify(*call->prepared, call->session->id(), response);
-    core_.metrics.CountVerifyPhases(begun - call->queued, core_.clock() - begun);
+    core_.CountVerify(step_id, begun - call->queued, core_.clock() - begun, response.committed());
     if (status.ok() && response.committed()) begun_.Forget(step_id);
   }
   Reply(call, status);
@@ -263,11 +262,8 @@ void StepsRunner::Reply(const StepsCallRef& call, const absl::Status& status) {
   core_.metrics.CountRpc(call->method, status.code(), core_.clock() - call->begun);
   call->response.set_tag(call->request.tag());
   if (!status.ok()) {
-    if (absl::IsInternal(status)) {
-      spdlog::error("Steps: {} failed: {}", MethodName(call->method), status.ToString());
-    } else {
-      spdlog::debug("Steps: {} refused: {}", MethodName(call->method), status.ToString());
-    }
+    core_.LogAnswer(call->method, absl::StrCat("tag ", call->request.tag()),
+                    static_cast<uint64_t>(owner()), status);
     // A commit that rode along may have happened, whatever came of the rest.
     if (!RodeCommit(call->response)) call->response.clear_reply();
     *call->response.mutable_status() = ToRpcStatus(status);

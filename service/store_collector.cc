@@ -191,6 +191,13 @@ std::vector<MetricFamily> StoreCollector::Collect() const {
   add(FamilyNamed("ssmd_held_begins"), gauges.held_begins);
   add(FamilyNamed("ssmd_state_bytes_reserved"), ToDouble(gauges.state_bytes_reserved));
   add(FamilyNamed("ssmd_state_bytes_max"), ToDouble(gauges.state_bytes_max));
+  MetricFamily suppressed = EmptyFamily(FamilyNamed("ssmd_log_messages_suppressed_total"));
+  for (size_t i = 0; i < kLogKindCount; ++i) {
+    suppressed.metric.push_back(
+        MakeSeries(MetricType::Counter, ToDouble(gauges.log_suppressed[i])));
+    suppressed.metric.back().label.push_back({"kind", LogKindName(static_cast<LogKind>(i))});
+  }
+  families.push_back(std::move(suppressed));
 
   std::vector<ModelSample> samples;
   for (const ModelRef& model : models)

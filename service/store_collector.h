@@ -11,6 +11,7 @@
 #include <functional>
 #include <vector>
 
+#include "service/event_log.h"
 #include "service/models.h"
 
 namespace ssmd {
@@ -32,6 +33,7 @@ struct ServerGauges {
   uint64_t state_bytes_reserved = 0;
   uint64_t state_bytes_max = 0;
   bool draining = false;
+  EventLog::Counts log_suppressed{};  // by LogKind
 };
 
 class StoreCollector : public prometheus::Collectable {

@@ -1,7 +1,5 @@
 #include "service/transfers.h"
 
-#include <spdlog/spdlog.h>
-
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -33,11 +31,7 @@ class StreamBase : public Transfer {
  protected:
   void Count(const absl::Status& status) {
     core_.metrics.CountRpc(method_, status.code(), core_.clock() - begun_);
-    if (absl::IsInternal(status)) {
-      spdlog::error("{} failed: {}", MethodName(method_), status.ToString());
-    } else if (!status.ok()) {
-      spdlog::debug("{} refused: {}", MethodName(method_), status.ToString());
-    }
+    core_.LogAnswer(method_, context_->peer(), 0, status);
   }
 
   ServiceCore& core_;
