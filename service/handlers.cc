@@ -144,9 +144,11 @@ absl::Status GetStatus(ServiceCore& core, const Principal& caller, const v1::Get
     status.set_flushes_requested(counters.flushes_requested);
     status.set_flushes_deferred(counters.flushes_deferred);
     // A copy reads and writes what it copies.
-    status.set_state_bytes_read(counters.checkpoint_read_bytes + counters.ring_read_bytes +
+    status.set_state_bytes_read(counters.checkpoint_hp_read_bytes +
+                                counters.checkpoint_lp_read_bytes + counters.ring_read_bytes +
                                 counters.ring_copy_bytes);
-    status.set_state_bytes_written(counters.checkpoint_write_bytes + counters.ring_write_bytes +
+    status.set_state_bytes_written(counters.checkpoint_hp_write_bytes +
+                                   counters.checkpoint_lp_write_bytes + counters.ring_write_bytes +
                                    counters.ring_copy_bytes);
     status.set_write_every_step_bytes(counters.write_every_step_bytes);
   }

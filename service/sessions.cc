@@ -255,7 +255,7 @@ absl::Status SessionTable::Evict(OwnerId id, std::function<void(Store::Released)
     if (const auto found = sessions_.find(id); found != sessions_.end()) {
       session = found->second;
       session->closing_ = session->evicted_ = true;
-      ending_.insert(id);
+      ending_.emplace(id, session->tenant_);
       sessions_.erase(found);
       ++evicted_count_;
       if (session->calls_in_flight_ > 0) {

@@ -70,7 +70,8 @@ std::vector<uint64_t> AcceptedByPosition(const ServiceCore& core, uint64_t model
 
 std::string StatusJson(ServiceCore& core) {
   v1::GetStatusResponse status;
-  if (const absl::Status got = handlers::GetStatus(core, {}, status); !got.ok()) return "{}";
+  if (const absl::Status got = handlers::GetStatus(core, Principal{}, {}, status); !got.ok())
+    return "{}";
   Json json = {{"version", status.server_version()},
                {"backend", status.backend()},
                {"epoch", absl::StrFormat("%016x", core.epoch)},

@@ -178,7 +178,7 @@ TEST_F(UnregisterTest, RacesWithCallsInFlight) {
   }
   threads.emplace_back([&] {
     while (!stop) {
-      server_->core().collector->Collect();
+      server_->core().collector.Collect();
       heir_.Status();
     }
   });

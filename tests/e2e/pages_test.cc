@@ -101,8 +101,9 @@ TEST(Pages, TheJsonSaysWhatGetStatusSays) {
   // One read of every layer's state, and what three tokens would have written (metrics_test.cc).
   EXPECT_EQ(model["write_every_step_bytes"], (1 + 3) * 1280 * 4);
   const StoreCounters counters = server->core().models.All()[0]->store->counters();
-  EXPECT_EQ(model["state_bytes_read"],
-            counters.checkpoint_read_bytes + counters.ring_read_bytes + counters.ring_copy_bytes);
+  EXPECT_EQ(model["state_bytes_read"], counters.checkpoint_hp_read_bytes +
+                                           counters.checkpoint_lp_read_bytes +
+                                           counters.ring_read_bytes + counters.ring_copy_bytes);
   EXPECT_EQ(model["state_bytes_written"], status.state_bytes_written());
   EXPECT_EQ(model["snapshots"][0]["tier"], "pages");
 }
