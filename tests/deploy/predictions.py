@@ -195,8 +195,9 @@ class Predictions:
                 "Sessions opened, expired and kept":
                     {f"opened {i}": r("sessions_opened", i) for i in self.instances} |
                     {f"expired {i}": r("leases_expired", i) for i in self.instances} |
-                    {f"kept {i}": 0 for i in self.instances},
+                    {f"evicted {i}": 0 for i in self.instances} | {f"kept {i}": 0 for i in self.instances},
                 "Bytes saved": self.each(self.saved),
+                "Log messages held back": self.each(lambda i: 0),
                 "Processor": self.each(self.cpu),
                 "Resident memory": self.each(self.resident),
                 "Models": self.each(lambda i: 1),

@@ -220,7 +220,7 @@ TEST_F(StepsEnd, DrainEndsStreamsCleanly) {
   for (StepsClient* steps : {&busy, &idle}) {
     const grpc::Status ended = steps->Finish();
     EXPECT_EQ(ended.error_code(), grpc::UNAVAILABLE) << ended.error_message();
-    EXPECT_TRUE(absl::StrContains(ended.error_message(), "stopping")) << ended.error_message();
+    EXPECT_TRUE(absl::StrContains(ended.error_message(), "draining")) << ended.error_message();
   }
   stop.join();
   EXPECT_EQ(store().usage().open_steps, 0u);
