@@ -217,6 +217,17 @@ void StepsRunner::Begin(const StepsCallRef& call) {
 }
 
 void StepsRunner::CheckHeld() {
+  // One thread at a time, so that BeginSteps are planned in order of arrival; it looks again for
+  // those that came meanwhile.
+  if (checks_wanted_.fetch_add(1) > 0) return;
+  uint32_t seen = 0;
+  do {
+    seen = checks_wanted_.load();
+    CheckEachHeld();
+  } while (checks_wanted_.fetch_sub(seen) != seen);
+}
+
+void StepsRunner::CheckEachHeld() {
   for (const StepsCallRef& call : held_.All()) {
     // The request may be another thread's already, which took the call; its predecessors stay.
     const BegunSteps::State state = begun_.Look(owner(), call->predecessors);

@@ -45,7 +45,8 @@ class StepsRunner : public std::enable_shared_from_this<StepsRunner> {
   // A later message; after AdmitFirst succeeded.
   void Admit(const StepsCallRef& call);
 
-  // Plans or fails held BeginSteps whose predecessors have ended.
+  // Plans or fails held BeginSteps whose predecessors have ended, in order of arrival: at once, or
+  // on the thread that is at it.
   void CheckHeld();
   // No BeginStep is held from here on. AnswerHeld: those that are answer UNAVAILABLE / DRAINING.
   // DropHeld: they end without a reply; returns how many. It may be called with the stream's lock
@@ -70,6 +71,7 @@ class StepsRunner : public std::enable_shared_from_this<StepsRunner> {
 
   void BeginAfterCommit(uint64_t committed_step, const StepsCallRef& call);
   void Begin(const StepsCallRef& call);
+  void CheckEachHeld();
   void Plan(const StepsCallRef& call);
 
   void Reply(const StepsCallRef& call, const absl::Status& status);
@@ -80,6 +82,7 @@ class StepsRunner : public std::enable_shared_from_this<StepsRunner> {
   std::atomic<uint64_t> owner_{0};
   StepLanes lanes_;
   HeldBegins held_;
+  std::atomic<uint32_t> checks_wanted_{0};  // calls of CheckHeld that no look has served yet
   BegunSteps begun_;
 };
 
