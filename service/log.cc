@@ -26,8 +26,13 @@ class MessageWithIds : public spdlog::custom_flag_formatter {
     std::string text(message.payload.data(), message.payload.size());
     if (json_) text = JsonQuoted(text);
     if (current_ids != nullptr) {
-      for (const auto& [name, value] : *current_ids)
-        text += json_ ? "," + JsonQuoted(name) + ":" + JsonQuoted(value) : " " + name + "=" + value;
+      for (const auto& [name, value] : *current_ids) {
+        if (json_) {
+          absl::StrAppend(&text, ",", JsonQuoted(name), ":", JsonQuoted(value));
+        } else {
+          absl::StrAppend(&text, " ", name, "=", value);
+        }
+      }
     }
     out.append(text.data(), text.data() + text.size());
   }
